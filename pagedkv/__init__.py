@@ -1,0 +1,28 @@
+"""pagedkv: a CuPy raw-kernel toolkit for the paged KV cache of LLM inference."""
+
+from .context import checked, use_backend
+from .ops import (
+    flash_attn_varlen_func,
+    merge_attn_states,
+    paged_attention,
+    paged_attention_v1,
+    paged_attention_v2,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+)
+from .workspace import workspace_nbytes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "checked",
+    "flash_attn_varlen_func",
+    "merge_attn_states",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "reshape_and_cache",
+    "reshape_and_cache_flash",
+    "use_backend",
+    "workspace_nbytes",
+]

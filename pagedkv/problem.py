@@ -1,0 +1,111 @@
+"""Validated problems: what an op was asked to do, in views and numbers. Backends take them as they are."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .arrays import ArrayView
+from .layout import CacheShape, CacheStrides
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An fp8 scale: a number, or a float32 array of one per kv head (of one element: for all heads)."""
+
+    value: float = 1.0
+    array: ArrayView | None = None
+
+    @property
+    def per_head(self) -> bool:
+        return self.array is not None and self.array.shape != (1,) and self.array.ndim == 1
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """A key and a value cache: storage, format, layout, sizes, strides and scales."""
+
+    key: ArrayView
+    value: ArrayView
+    format: np.dtype  # of the values: a float dtype or an fp8 one (storage then is uint8 or that dtype)
+    layout: str  # "NHD", "HND" or "packed"
+    shape: CacheShape
+    key_strides: CacheStrides
+    value_strides: CacheStrides
+    k_scale: Scale
+    v_scale: Scale
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWrite:
+    """``reshape_and_cache`` and ``reshape_and_cache_flash``."""
+
+    key: ArrayView
+    value: ArrayView
+    cache: PagedCache
+    slot_mapping: ArrayView
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_mapping.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """What happens between ``q . k`` and the softmax, in this order. ``window`` is (left, right), -1 for no bound."""
+
+    scale: float
+    softcap: float
+    alibi_slopes: ArrayView | None
+    window: tuple[int, int]
+    sinks: ArrayView | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A paged read. Without ``query_start_loc`` sequence s has one query, row s (decode)."""
+
+    query: ArrayView
+    cache: PagedCache
+    block_table: ArrayView
+    seq_lens: ArrayView
+    query_start_loc: ArrayView | None
+    options: ScoreOptions
+    out: ArrayView
+    lse_out: ArrayView | None
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
+    partition_size: int = 0  # decode: keys per partition, 0 for a single pass
+    num_splits: int = 1  # varlen
+    workspace: ArrayView | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def num_partials(self) -> int:
+        """Partial states per query and head: partitions or splits; 0 where a single pass needs none."""
+        if self.query_start_loc is not None:
+            return self.num_splits if self.num_splits > 1 else 0
+        if self.partition_size == 0:
+            return 0
+        longest = self.block_table.shape[1] * self.cache.shape.block_size
+        if self.max_seq_len is not None:
+            longest = min(longest, self.max_seq_len)
+        return -(-longest // self.partition_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeStates:
+    """``merge_attn_states``."""
+
+    prefix_output: ArrayView
+    prefix_lse: ArrayView
+    suffix_output: ArrayView
+    suffix_lse: ArrayView
+    out: ArrayView
+    lse_out: ArrayView

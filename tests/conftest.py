@@ -1,0 +1,96 @@
+"""Fixtures every test file shares: where the arrays live, and a generator of each test's own numbers."""
+
+import functools
+import zlib
+
+import numpy as np
+import pytest
+
+import pagedkv
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+BACKENDS = ["numpy", CUDA]
+READ_BACKENDS = ["numpy"]
+DECODE_OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
+
+
+class HostBackend:
+    """Arrays stay NumPy's own, so that a test sees what a caller without a GPU sees."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def put(self, array):
+        return array
+
+    def get(self, array):
+        return array
+
+
+class CudaBackend:
+    """Arrays live in CuPy on the current device. CuPy has no float8, which travels as uint8."""
+
+    name = "cuda"
+
+    def put(self, array):
+        import cupy
+
+        is_float8 = array.dtype.name.startswith("float8")
+        return cupy.asarray(array.view(np.uint8) if is_float8 else array)
+
+    def get(self, array):
+        import cupy
+
+        return cupy.asnumpy(array)
+
+
+def make_backend(name):
+    return CudaBackend() if name == "cuda" else HostBackend(name)
+
+
+@functools.cache
+def why_no_gpu():
+    """The reason why GPU tests cannot run here, or None where they can."""
+    try:
+        import cupy
+
+        return None if cupy.cuda.runtime.getDeviceCount() else "CuPy finds no GPU"
+    except ImportError:
+        return "CuPy is not installed"
+    except (
+        Exception
+    ) as error:  # without a driver CuPy raises its own runtime error, whose type needs a driver to import
+        return f"CuPy finds no usable driver: {error}"
+
+
+def pytest_collection_modifyitems(items):
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and why_no_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=why_no_gpu()))
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Each backend in turn: `.name`, `.put(numpy_array)` and `.get(array)`."""
+    with pagedkv.use_backend(request.param):
+        yield make_backend(request.param)
+
+
+@pytest.fixture(params=READ_BACKENDS)
+def read_backend(request):
+    """`backend`, for the ops that read a cache in attention: those backends that have them."""
+    with pagedkv.use_backend(request.param):
+        yield make_backend(request.param)
+
+
+@pytest.fixture(params=DECODE_OPS)
+def decode_op(request):
+    """The name of each op that decodes over the packed layout: all of them promise the same result."""
+    return request.param
+
+
+@pytest.fixture
+def rng(request):
+    """A generator seeded by the test's own name: fresh numbers for every case, the same ones in every run."""
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
