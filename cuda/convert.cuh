@@ -1,0 +1,130 @@
+// What happens to a value on its way into the cache: nothing, or quantisation to fp8.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <math_constants.h>
+
+#include "copy.cuh"
+
+namespace pagedkv {
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class cache_t>
+inline constexpr __nv_fp8_interpretation_t FP8_FORMAT = __NV_E4M3;
+template <>
+inline constexpr __nv_fp8_interpretation_t FP8_FORMAT<__nv_fp8_e5m2> = __NV_E5M2;
+
+// The scale of K or V: a number, or an array of one element or of one per head.
+struct Scale {
+  const float* array;  // null: the number
+  float number;
+  int stride;  // 0: all heads share the first element
+
+  __device__ __forceinline__ float of_head(int head) const { return array == nullptr ? number : array[head * stride]; }
+  __device__ __forceinline__ Scale for_head(int head) const { return {nullptr, of_head(head), 0}; }
+};
+
+// x / divisor rounded as IEEE division rounds, for a positive normal divisor, in a few instructions. The divisor's power
+// of two is split off first, which is exact, so that no intermediate leaves the exponent range for a quotient that fp8
+// can tell from 0 or infinity. The estimate is then corrected twice by its exact remainder; the second correction ends
+// on the correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+// processor", 1990).
+__device__ __forceinline__ float divide(float x, float divisor) {
+  const uint32_t bits = __float_as_uint(divisor), inverse_exponent = 254 - (bits >> 23);
+  const float power = __uint_as_float(inverse_exponent == 0 ? 1u << 22 : inverse_exponent << 23);  // 2^-127: subnormal
+  const float mantissa = __uint_as_float((bits & 0x007fffff) | 0x3f800000);
+  const float reciprocal = __frcp_rn(mantissa);
+  const float scaled = x * power;
+  const float estimate = scaled * reciprocal;
+  const float faithful = fmaf(fmaf(-estimate, mantissa, scaled), reciprocal, estimate);
+  const float quotient = fmaf(fmaf(-faithful, mantissa, scaled), reciprocal, faithful);
+  return fabsf(estimate) < CUDART_INF_F ? quotient : estimate;  // infinity and NaN have no remainder
+}
+
+// fp8 codes of saturate(x / scale), rounded once from the IEEE quotient, without a division where none is needed: if
+// the products with a reciprocal that is a little too small and one a little too large round to the same codes, so does
+// the quotient between them. Only quotients next to the middle of two codes are left, and those are divided.
+template <class cache_t>
+struct Quantizer {
+  float scale;
+  float reciprocal_low, reciprocal_high;
+
+  __device__ __forceinline__ explicit Quantizer(float scale) : scale(scale) {
+    const float reciprocal = __frcp_rn(scale);
+    const bool is_power_of_two = fmaf(reciprocal, scale, -1.0f) == 0.0f;
+    // Wider than the roundings of reciprocal, product and quotient together, 3 x 2^-24. A subnormal reciprocal has lost
+    // bits: an open interval sends every value to the division.
+    const bool is_subnormal = reciprocal < 0x1p-126f;
+    reciprocal_low = is_subnormal ? 0.0f : is_power_of_two ? reciprocal : reciprocal * (1 - 0x1p-22f);
+    reciprocal_high = is_subnormal ? CUDART_INF_F : is_power_of_two ? reciprocal : reciprocal * (1 + 0x1p-22f);
+  }
+
+  static __device__ __forceinline__ uint32_t codes_of(float x, float y) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, FP8_FORMAT<cache_t>);
+  }
+
+  template <class scalar_t, int N>
+  __device__ __forceinline__ Pack<cache_t, N> operator()(const Pack<scalar_t, N>& pack) const {
+    Pack<cache_t, N> codes;
+    uint32_t differing = 0;
+    for_each_pair(pack, codes, [&](float x, float y) {
+      const uint32_t low = codes_of(x * reciprocal_low, y * reciprocal_low);
+      differing |= low ^ codes_of(x * reciprocal_high, y * reciprocal_high);
+      return low;
+    });
+    if (differing != 0)
+      for_each_pair(pack, codes, [&](float x, float y) { return codes_of(divide(x, scale), divide(y, scale)); });
+    return codes;
+  }
+
+  static __device__ __forceinline__ cache_t code(uint32_t bits) {
+    cache_t code;
+    code.__x = static_cast<__nv_fp8_storage_t>(bits);
+    return code;
+  }
+
+  // A hardware conversion takes two values; a pack of one repeats its only one.
+  template <class scalar_t, int N, class Codes>
+  static __device__ __forceinline__ void for_each_pair(const Pack<scalar_t, N>& pack, Pack<cache_t, N>& codes,
+                                                       const Codes& codes_of_pair) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const int j = N == 1 ? 0 : i + 1;
+      const uint32_t pair = codes_of_pair(to_float(pack.get(i)), to_float(pack.get(j)));
+      codes.set(j, code(pair >> 8));
+      codes.set(i, code(pair & 0xff));
+    }
+  }
+};
+
+// What a pack of one head becomes in the cache: codes by the head's scale.
+template <class scalar_t, class cache_t>
+struct CacheConvert {
+  Scale scale;
+  Quantizer<cache_t> common;
+
+  __device__ __forceinline__ explicit CacheConvert(const Scale& scale) : scale(scale), common(scale.of_head(0)) {}
+
+  template <int N>
+  __device__ __forceinline__ Pack<cache_t, N> operator()(int head, const Pack<scalar_t, N>& pack) const {
+    const Quantizer<cache_t> quantizer = scale.stride == 0 ? common : Quantizer<cache_t>(scale.of_head(head));
+    return quantizer(pack);
+  }
+};
+
+// An unquantised cache holds the bits it was given, NaN payloads included.
+template <class scalar_t>
+struct CacheConvert<scalar_t, scalar_t> {
+  __device__ __forceinline__ explicit CacheConvert(const Scale&) {}
+
+  template <int N>
+  __device__ __forceinline__ Pack<scalar_t, N> operator()(int, const Pack<scalar_t, N>& pack) const {
+    return pack;
+  }
+};
+
+}  // namespace pagedkv

@@ -1,0 +1,99 @@
+// Vector access: Pack<T, N> is N adjacent elements that move in one instruction; copy_rows moves contiguous rows with a
+// group of threads.
+#pragma once
+#include "types.cuh"
+
+namespace pagedkv {
+
+// The built-in type of a given size, which is what makes a pack one load or store instead of N.
+template <int BYTES>
+struct Word;
+template <>
+struct Word<1> {
+  using type = unsigned char;
+};
+template <>
+struct Word<2> {
+  using type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+
+// Held as one word, since elements kept apart cost an instruction each to separate and to join.
+template <class T, int N>
+struct Pack {
+  static_assert(sizeof(T) * N <= 16 && (N & (N - 1)) == 0, "a pack is at most one 16-byte access");
+  using word_t = typename Word<sizeof(T) * N>::type;
+  word_t word;
+
+  __device__ __forceinline__ T get(int i) const {
+    T element;
+    memcpy(&element, reinterpret_cast<const char*>(&word) + i * sizeof(T), sizeof(T));
+    return element;
+  }
+  __device__ __forceinline__ void set(int i, T element) {
+    memcpy(reinterpret_cast<char*>(&word) + i * sizeof(T), &element, sizeof(T));
+  }
+};
+
+// Reads a pack that nothing writes while the kernel runs. No cache hint: each one tried cost a streaming copy 3 to 6 %.
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load(const T* source) {
+  return {__ldg(reinterpret_cast<const typename Pack<T, N>::word_t*>(source))};
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(T* target, const Pack<T, N>& pack) {
+  *reinterpret_cast<typename Pack<T, N>::word_t*>(target) = pack.word;
+}
+
+// Elements before the first address that is aligned for a pack of N.
+template <int N, class T>
+__device__ __forceinline__ uint32_t elements_to_alignment(const T* pointer) {
+  return static_cast<uint32_t>((0 - reinterpret_cast<uint64_t>(pointer) / sizeof(T)) % N);
+}
+
+// put(row, element, pack) for all of `num_rows` rows of SIZE elements, by `lanes` threads of which this is number `lane`;
+// rows lie `row_stride` elements apart. Adjacent lanes take adjacent packs, and each loads PACKS_IN_FLIGHT before it puts
+// the first. Every row begins `prefix` elements before a pack's alignment, the same at source and target; prefix and
+// tail, together one pack, follow element by element. `live` gates `put` alone: no load waits for what decides it.
+template <int SIZE, int VEC, int PACKS_IN_FLIGHT, class scalar_t, class Put>
+__device__ __forceinline__ void copy_rows(const scalar_t* source, int64_t row_stride, uint32_t num_rows, uint32_t prefix,
+                                          uint32_t lane, uint32_t lanes, bool live, const Put& put) {
+  static_assert(SIZE % VEC == 0, "packs cover a row");
+  constexpr uint32_t ROW_PACKS = SIZE / VEC;
+  const uint32_t row_packs = ROW_PACKS - (prefix != 0);
+
+  for (uint32_t first = lane; first < num_rows * ROW_PACKS; first += lanes * PACKS_IN_FLIGHT) {
+    Pack<scalar_t, VEC> packs[PACKS_IN_FLIGHT];
+#pragma unroll
+    for (uint32_t i = 0; i < PACKS_IN_FLIGHT; i++) {
+      const uint32_t row = (first + i * lanes) / ROW_PACKS, pack = (first + i * lanes) % ROW_PACKS;
+      if (row < num_rows && pack < row_packs) packs[i] = load<VEC>(source + row * row_stride + (prefix + pack * VEC));
+    }
+    if (!live) continue;
+#pragma unroll
+    for (uint32_t i = 0; i < PACKS_IN_FLIGHT; i++) {
+      const uint32_t row = (first + i * lanes) / ROW_PACKS, pack = (first + i * lanes) % ROW_PACKS;
+      if (row < num_rows && pack < row_packs) put(row, prefix + pack * VEC, packs[i]);
+    }
+  }
+
+  if (prefix == 0 || !live) return;
+  for (uint32_t end = lane; end < num_rows * VEC; end += lanes) {
+    const uint32_t row = end / VEC, element = end % VEC < prefix ? end % VEC : SIZE - VEC + end % VEC;
+    put(row, element, load<1>(source + row * row_stride + element));
+  }
+}
+
+}  // namespace pagedkv

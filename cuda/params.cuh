@@ -1,0 +1,44 @@
+// By-value parameter structs, one per kernel family. pagedkv/params.py mirrors each field in NumPy and appends
+// static_asserts on sizes and offsets to every compiled source.
+#pragma once
+#include "types.cuh"
+
+namespace pagedkv {
+
+// Division of numbers below 2^31 by one that the host knows: (high(x * multiplier) + x) >> shift
+// (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994).
+struct FastDivisor {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  __device__ __forceinline__ uint32_t divide(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
+};
+
+// One side (K or V) of a cache write. Strides are in elements.
+struct CacheWriteSide {
+  int64_t token_stride;        // of the new rows
+  int64_t head_stride;
+  int64_t cache_block_stride;  // of the cache
+  int64_t cache_token_stride;  // flash layouts only: the packed layout fixes its inner axes
+  int64_t cache_head_stride;
+  float scale;                 // used where the kernel's scale pointer is null
+  int32_t scale_stride;        // 0: one scale, 1: one per head
+};
+
+struct CacheWriteParams {
+  CacheWriteSide sides[2];  // K, V
+  int64_t slot_stride;
+  FastDivisor block_size;
+  FastDivisor num_kv_heads;
+  int32_t num_tokens;
+  int32_t lanes_per_token_log2;  // flash layouts: threads that share a token
+};
+
+// The ceilings a benchmark measures beside its kernels.
+struct StreamParams {
+  int64_t num_packs;  // of 16 bytes
+  uint32_t never;     // a value the reader's data does not fold to
+};
+
+}  // namespace pagedkv
