@@ -28,12 +28,12 @@ struct Scale {
   __device__ __forceinline__ Scale for_head(int head) const { return {nullptr, of_head(head), 0}; }
 };
 
-// x / divisor rounded as IEEE division rounds, for a positive normal divisor, in a few instructions. The divisor's power
-// of two is split off first, which is exact, so that no intermediate leaves the exponent range for a quotient that fp8
-// can tell from 0 or infinity. The estimate is then corrected twice by its exact remainder; the second correction ends
-// on the correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-// processor", 1990).
-__device__ __forceinline__ float divide(float x, float divisor) {
+// x / divisor rounded as IEEE division rounds, for a positive normal divisor, in a few instructions. The divisor's
+// power of two is split off first, which is exact, so that no intermediate leaves the exponent range for a quotient
+// that fp8 can tell from 0 or infinity. The estimate is then corrected twice by its exact remainder; the second
+// correction ends on the correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC
+// System/6000 processor", 1990).
+__device__ __forceinline__ float quotient(float x, float divisor) {
   const uint32_t bits = __float_as_uint(divisor), inverse_exponent = 254 - (bits >> 23);
   const float power = __uint_as_float(inverse_exponent == 0 ? 1u << 22 : inverse_exponent << 23);  // 2^-127: subnormal
   const float mantissa = __uint_as_float((bits & 0x007fffff) | 0x3f800000);
@@ -41,8 +41,8 @@ __device__ __forceinline__ float divide(float x, float divisor) {
   const float scaled = x * power;
   const float estimate = scaled * reciprocal;
   const float faithful = fmaf(fmaf(-estimate, mantissa, scaled), reciprocal, estimate);
-  const float quotient = fmaf(fmaf(-faithful, mantissa, scaled), reciprocal, faithful);
-  return fabsf(estimate) < CUDART_INF_F ? quotient : estimate;  // infinity and NaN have no remainder
+  const float rounded = fmaf(fmaf(-faithful, mantissa, scaled), reciprocal, faithful);
+  return fabsf(estimate) < CUDART_INF_F ? rounded : estimate;  // infinity and NaN have no remainder
 }
 
 // fp8 codes of saturate(x / scale), rounded once from the IEEE quotient, without a division where none is needed: if
@@ -63,21 +63,40 @@ struct Quantizer {
     reciprocal_high = is_subnormal ? CUDART_INF_F : is_power_of_two ? reciprocal : reciprocal * (1 + 0x1p-22f);
   }
 
-  static __device__ __forceinline__ uint32_t codes_of(float x, float y) {
-    return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, FP8_FORMAT<cache_t>);
-  }
-
+  // Sets `ambiguous` if a code may be off by one.
   template <class scalar_t, int N>
-  __device__ __forceinline__ Pack<cache_t, N> operator()(const Pack<scalar_t, N>& pack) const {
-    Pack<cache_t, N> codes;
+  __device__ __forceinline__ Pack<cache_t, N> multiply(const Pack<scalar_t, N>& pack, bool& ambiguous) const {
     uint32_t differing = 0;
-    for_each_pair(pack, codes, [&](float x, float y) {
+    const auto codes = map_pairs(pack, [&](float x, float y) {
       const uint32_t low = codes_of(x * reciprocal_low, y * reciprocal_low);
       differing |= low ^ codes_of(x * reciprocal_high, y * reciprocal_high);
       return low;
     });
-    if (differing != 0)
-      for_each_pair(pack, codes, [&](float x, float y) { return codes_of(divide(x, scale), divide(y, scale)); });
+    ambiguous = ambiguous || differing != 0;
+    return codes;
+  }
+
+  template <class scalar_t, int N>
+  __device__ __forceinline__ Pack<cache_t, N> divide(const Pack<scalar_t, N>& pack) const {
+    return map_pairs(pack, [&](float x, float y) { return codes_of(quotient(x, scale), quotient(y, scale)); });
+  }
+
+  static __device__ __forceinline__ uint32_t codes_of(float x, float y) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, FP8_FORMAT<cache_t>);
+  }
+
+  // A hardware conversion takes two values; a pack of one repeats its only one.
+  template <class scalar_t, int N, class Codes>
+  static __device__ __forceinline__ Pack<cache_t, N> map_pairs(const Pack<scalar_t, N>& pack,
+                                                               const Codes& codes_of_pair) {
+    Pack<cache_t, N> codes;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const int j = N == 1 ? 0 : i + 1;
+      const uint32_t pair = codes_of_pair(to_float(pack.get(i)), to_float(pack.get(j)));
+      codes.set(j, code(pair >> 8));
+      codes.set(i, code(pair & 0xff));
+    }
     return codes;
   }
 
@@ -86,45 +105,60 @@ struct Quantizer {
     code.__x = static_cast<__nv_fp8_storage_t>(bits);
     return code;
   }
-
-  // A hardware conversion takes two values; a pack of one repeats its only one.
-  template <class scalar_t, int N, class Codes>
-  static __device__ __forceinline__ void for_each_pair(const Pack<scalar_t, N>& pack, Pack<cache_t, N>& codes,
-                                                       const Codes& codes_of_pair) {
-#pragma unroll
-    for (int i = 0; i < N; i += 2) {
-      const int j = N == 1 ? 0 : i + 1;
-      const uint32_t pair = codes_of_pair(to_float(pack.get(i)), to_float(pack.get(j)));
-      codes.set(j, code(pair >> 8));
-      codes.set(i, code(pair & 0xff));
-    }
-  }
 };
 
-// What a pack of one head becomes in the cache: codes by the head's scale.
-template <class scalar_t, class cache_t>
+// What a pack of a head becomes in the cache: codes by the common or the head's own scale. The quick conversion
+// remembers whether it met a pack that needs the exact one; the caller then converts all it has again.
+template <class scalar_t, class cache_t, bool SCALE_PER_HEAD>
 struct CacheConvert {
   Scale scale;
   Quantizer<cache_t> common;
+  bool needs_exact = false;
 
   __device__ __forceinline__ explicit CacheConvert(const Scale& scale) : scale(scale), common(scale.of_head(0)) {}
 
   template <int N>
-  __device__ __forceinline__ Pack<cache_t, N> operator()(int head, const Pack<scalar_t, N>& pack) const {
-    const Quantizer<cache_t> quantizer = scale.stride == 0 ? common : Quantizer<cache_t>(scale.of_head(head));
-    return quantizer(pack);
+  __device__ __forceinline__ Pack<cache_t, N> quick(int head, const Pack<scalar_t, N>& pack) {
+    return quantizer(head).multiply(pack, needs_exact);
+  }
+  template <int N>
+  __device__ __forceinline__ Pack<cache_t, N> exact(int head, const Pack<scalar_t, N>& pack) const {
+    return quantizer(head).divide(pack);
+  }
+  __device__ __forceinline__ Quantizer<cache_t> quantizer(int head) const {
+    if constexpr (SCALE_PER_HEAD) return Quantizer<cache_t>(scale.of_head(head));
+    return common;
   }
 };
 
 // An unquantised cache holds the bits it was given, NaN payloads included.
-template <class scalar_t>
-struct CacheConvert<scalar_t, scalar_t> {
+template <class scalar_t, bool SCALE_PER_HEAD>
+struct CacheConvert<scalar_t, scalar_t, SCALE_PER_HEAD> {
+  static constexpr bool needs_exact = false;
+
   __device__ __forceinline__ explicit CacheConvert(const Scale&) {}
 
   template <int N>
-  __device__ __forceinline__ Pack<scalar_t, N> operator()(int, const Pack<scalar_t, N>& pack) const {
+  __device__ __forceinline__ Pack<scalar_t, N> quick(int, const Pack<scalar_t, N>& pack) const {
+    return pack;
+  }
+  template <int N>
+  __device__ __forceinline__ Pack<scalar_t, N> exact(int, const Pack<scalar_t, N>& pack) const {
     return pack;
   }
 };
+
+// Copies rows, each of one head (see copy_rows), on their way through a conversion: put(row, feature, converted pack).
+template <int SIZE, int VEC, int PACKS_IN_FLIGHT, class scalar_t, class Convert, class HeadOf, class Put>
+__device__ __forceinline__ void convert_rows(const Rows<scalar_t>& rows, bool live, Convert& convert,
+                                             const HeadOf& head_of, const Put& put) {
+  copy_rows<SIZE, VEC, PACKS_IN_FLIGHT>(rows, live, [&](uint32_t row, uint32_t feature, auto pack) {
+    put(row, feature, convert.quick(head_of(row), pack));
+  });
+  if (convert.needs_exact)
+    copy_rows<SIZE, VEC, 1>(rows, live, [&](uint32_t row, uint32_t feature, auto pack) {
+      put(row, feature, convert.exact(head_of(row), pack));
+    });
+}
 
 }  // namespace pagedkv

@@ -52,6 +52,12 @@ __device__ __forceinline__ Pack<T, N> load(const T* source) {
   return {__ldg(reinterpret_cast<const typename Pack<T, N>::word_t*>(source))};
 }
 
+// Reads a pack of shared memory, or of anything else that the kernel writes.
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load_shared(const T* source) {
+  return {*reinterpret_cast<const typename Pack<T, N>::word_t*>(source)};
+}
+
 template <class T, int N>
 __device__ __forceinline__ void store(T* target, const Pack<T, N>& pack) {
   *reinterpret_cast<typename Pack<T, N>::word_t*>(target) = pack.word;
@@ -63,36 +69,46 @@ __device__ __forceinline__ uint32_t elements_to_alignment(const T* pointer) {
   return static_cast<uint32_t>((0 - reinterpret_cast<uint64_t>(pointer) / sizeof(T)) % N);
 }
 
-// put(row, element, pack) for all of `num_rows` rows of SIZE elements, by `lanes` threads of which this is number `lane`;
-// rows lie `row_stride` elements apart. Adjacent lanes take adjacent packs, and each loads PACKS_IN_FLIGHT before it puts
-// the first. Every row begins `prefix` elements before a pack's alignment, the same at source and target; prefix and
-// tail, together one pack, follow element by element. `live` gates `put` alone: no load waits for what decides it.
+// Rows that a group of threads copies: `lanes` threads, of which this is number `lane`. Every row begins `prefix`
+// elements before a pack's alignment.
+template <class scalar_t>
+struct Rows {
+  const scalar_t* source;
+  int64_t row_stride;
+  uint32_t num_rows;
+  uint32_t prefix;
+  uint32_t lane, lanes;
+};
+
+// put(row, element, pack) for all of the rows, which have SIZE elements. Adjacent lanes take adjacent packs, and each
+// loads PACKS_IN_FLIGHT before it puts the first. Prefix and tail of a row, together one pack, follow element by
+// element. `live` gates `put` alone: no load waits for what decides it.
 template <int SIZE, int VEC, int PACKS_IN_FLIGHT, class scalar_t, class Put>
-__device__ __forceinline__ void copy_rows(const scalar_t* source, int64_t row_stride, uint32_t num_rows, uint32_t prefix,
-                                          uint32_t lane, uint32_t lanes, bool live, const Put& put) {
+__device__ __forceinline__ void copy_rows(const Rows<scalar_t>& rows, bool live, const Put& put) {
   static_assert(SIZE % VEC == 0, "packs cover a row");
   constexpr uint32_t ROW_PACKS = SIZE / VEC;
-  const uint32_t row_packs = ROW_PACKS - (prefix != 0);
+  const uint32_t row_packs = ROW_PACKS - (rows.prefix != 0);
 
-  for (uint32_t first = lane; first < num_rows * ROW_PACKS; first += lanes * PACKS_IN_FLIGHT) {
+  for (uint32_t first = rows.lane; first < rows.num_rows * ROW_PACKS; first += rows.lanes * PACKS_IN_FLIGHT) {
     Pack<scalar_t, VEC> packs[PACKS_IN_FLIGHT];
 #pragma unroll
     for (uint32_t i = 0; i < PACKS_IN_FLIGHT; i++) {
-      const uint32_t row = (first + i * lanes) / ROW_PACKS, pack = (first + i * lanes) % ROW_PACKS;
-      if (row < num_rows && pack < row_packs) packs[i] = load<VEC>(source + row * row_stride + (prefix + pack * VEC));
+      const uint32_t row = (first + i * rows.lanes) / ROW_PACKS, pack = (first + i * rows.lanes) % ROW_PACKS;
+      if (row < rows.num_rows && pack < row_packs)
+        packs[i] = load<VEC>(rows.source + row * rows.row_stride + (rows.prefix + pack * VEC));
     }
     if (!live) continue;
 #pragma unroll
     for (uint32_t i = 0; i < PACKS_IN_FLIGHT; i++) {
-      const uint32_t row = (first + i * lanes) / ROW_PACKS, pack = (first + i * lanes) % ROW_PACKS;
-      if (row < num_rows && pack < row_packs) put(row, prefix + pack * VEC, packs[i]);
+      const uint32_t row = (first + i * rows.lanes) / ROW_PACKS, pack = (first + i * rows.lanes) % ROW_PACKS;
+      if (row < rows.num_rows && pack < row_packs) put(row, rows.prefix + pack * VEC, packs[i]);
     }
   }
 
-  if (prefix == 0 || !live) return;
-  for (uint32_t end = lane; end < num_rows * VEC; end += lanes) {
-    const uint32_t row = end / VEC, element = end % VEC < prefix ? end % VEC : SIZE - VEC + end % VEC;
-    put(row, element, load<1>(source + row * row_stride + element));
+  if (rows.prefix == 0 || !live) return;
+  for (uint32_t end = rows.lane; end < rows.num_rows * VEC; end += rows.lanes) {
+    const uint32_t row = end / VEC, element = end % VEC < rows.prefix ? end % VEC : SIZE - VEC + end % VEC;
+    put(row, element, load<1>(rows.source + row * rows.row_stride + element));
   }
 }
 

@@ -17,13 +17,13 @@ struct FastDivisor {
 
 // One side (K or V) of a cache write. Strides are in elements.
 struct CacheWriteSide {
-  int64_t token_stride;        // of the new rows
+  int64_t token_stride;  // of the new rows
   int64_t head_stride;
   int64_t cache_block_stride;  // of the cache
   int64_t cache_token_stride;  // flash layouts only: the packed layout fixes its inner axes
   int64_t cache_head_stride;
-  float scale;                 // used where the kernel's scale pointer is null
-  int32_t scale_stride;        // 0: one scale, 1: one per head
+  float scale;           // used where the kernel's scale pointer is null
+  int32_t scale_stride;  // 0: one scale, 1: one per head
 };
 
 struct CacheWriteParams {

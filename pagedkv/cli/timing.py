@@ -1,6 +1,5 @@
 """Timing on a card: CUDA events around graph replays, L2 flushed before each by a read, and the ceilings beside it.
 
-
 A flush that writes would leave dirty lines whose write-back is timed with the kernel.
 """
 

@@ -1,0 +1,159 @@
+"""How a cache write is launched: kernel instance, grid and parameters, from the validated problem alone.
+
+Needs no CuPy: the backends that run kernels and the list of instances that CI compiles share it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .arrays import ArrayView
+from .dtypes import CUDA_NAMES, is_fp8
+from .kernels import Instance
+from .layout import CacheStrides
+from .params import CACHE_WRITE_PARAMS, fast_divisor
+from .problem import CacheWrite, Scale
+
+PACK_BYTES = 16  # the widest access of a thread
+LARGEST_GRID = 2**31 - 1
+
+# Few tokens want latency, many want bandwidth; tuned on an H200.
+FEW_TOKENS = 512
+
+# Flash layouts: packs that a lane keeps in flight and threads of a CTA, by whether the cache is fp8 and the tokens are
+# few. Short CTAs come closest to a plain copy; a conversion pays for what each thread sets up by longer turns.
+FLASH_WRITE_SHAPES = {(False, True): (4, 64), (False, False): (4, 64), (True, True): (2, 64), (True, False): (8, 32)}
+
+# Packed layout: tokens that a warp turns at once. Sixteen 16-bit slots of a feature are one 32-byte sector.
+TILE_TOKENS = {True: 8, False: 16}
+PACKED_WRITE_THREADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: the instance, CTAs along x (blockIdx.y picks K or V), threads and by-value parameters."""
+
+    instance: Instance
+    grid: tuple[int, int]
+    threads: int
+    params: np.ndarray
+
+
+def plan_flash_write(problem: CacheWrite) -> Launch:
+    """A power-of-two group of lanes per token."""
+    instance = flash_write_instance(problem)
+    *_, vec, packs_in_flight, threads = instance.arguments
+    packs = problem.cache.shape.num_kv_heads * problem.cache.shape.head_size // vec
+    lanes_log2 = min((-(-packs // packs_in_flight) - 1).bit_length(), threads.bit_length() - 1)
+    tokens_per_cta = threads >> lanes_log2
+    return _launch(problem, instance, -(-problem.num_tokens // tokens_per_cta), threads, lanes_log2)
+
+
+def plan_packed_write(problem: CacheWrite) -> Launch:
+    """A warp per tile of tokens and head."""
+    instance = packed_write_instance(problem)
+    tile_tokens = instance.arguments[5]
+    warps = -(-problem.num_tokens // tile_tokens) * problem.cache.shape.num_kv_heads
+    return _launch(problem, instance, -(-warps * 32 // PACKED_WRITE_THREADS), PACKED_WRITE_THREADS, 0)
+
+
+def _launch(problem: CacheWrite, instance: Instance, ctas: int, threads: int, lanes_log2: int) -> Launch:
+    if ctas > LARGEST_GRID:
+        raise ValueError(f"slot_mapping: expected fewer slots in one call, got {problem.num_tokens}")
+    return Launch(instance, (ctas, 2), threads, write_params(problem, lanes_log2))
+
+
+# ---- instances ------------------------------------------------------------------------------------------------------
+
+
+def flash_write_instance(problem: CacheWrite) -> Instance:
+    """The instance for a problem's dtypes, head size and the alignment that both ends of every row share."""
+    cache = problem.cache
+    distances = [
+        _element(problem.key, "key") - _element(cache.key, "key_cache"),
+        _element(problem.value, "value") - _element(cache.value, "value_cache"),
+    ]
+    per_head = cache.k_scale.per_head and is_fp8(cache.format)
+    sizes, few = (cache.shape.head_size, _vec(problem, distances)), problem.num_tokens <= FEW_TOKENS
+    return flash_write_instance_for(problem.key.dtype, cache.format, *sizes, scale_per_head=per_head, few=few)
+
+
+def packed_write_instance(problem: CacheWrite) -> Instance:
+    """The instance for a problem's dtypes, head and block size and the alignment of all four arrays."""
+    cache = problem.cache
+    caches = {"key_cache": cache.key, "value_cache": cache.value}
+    arrays = {"key": problem.key, "value": problem.value, **caches}
+    vec = _vec(problem, [_element(array, name) for name, array in arrays.items()])
+    sizes = (cache.shape.head_size, cache.shape.block_size, vec)
+    return packed_write_instance_for(problem.key.dtype, cache.format, *sizes, few=problem.num_tokens <= FEW_TOKENS)
+
+
+def flash_write_instance_for(
+    dtype: np.dtype,
+    cache_format: np.dtype,
+    head_size: int,
+    vec: int,
+    *,
+    scale_per_head: bool = False,
+    few: bool = False,
+) -> Instance:
+    """The NHD and HND write that moves ``vec`` elements at once."""
+    dtypes = (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], str(scale_per_head).lower())
+    arguments = (*dtypes, head_size, vec, *FLASH_WRITE_SHAPES[is_fp8(cache_format), few])
+    return Instance("cache_write.cu", "reshape_and_cache_flash", arguments)
+
+
+def packed_write_instance_for(
+    dtype: np.dtype, cache_format: np.dtype, head_size: int, block_size: int, vec: int, *, few: bool = False
+) -> Instance:
+    """The packed write that moves ``vec`` elements at once."""
+    dtypes = (CUDA_NAMES[dtype], CUDA_NAMES[cache_format])
+    arguments = (*dtypes, head_size, block_size, vec, TILE_TOKENS[few], PACKED_WRITE_THREADS)
+    return Instance("cache_write.cu", "reshape_and_cache", arguments)
+
+
+def widest_vec(dtype: np.dtype) -> int:
+    """Elements of a full pack."""
+    return PACK_BYTES // dtype.itemsize
+
+
+def _vec(problem: CacheWrite, elements: list[int]) -> int:
+    """Elements a thread moves at once: as many as a pack holds and alignment allows."""
+    strides = [
+        stride
+        for array in (problem.key, problem.value, problem.cache.key, problem.cache.value)
+        for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True)
+        if size > 1
+    ]
+    return math.gcd(widest_vec(problem.key.dtype), *elements, *strides)
+
+
+def _element(array: ArrayView, name: str) -> int:
+    """The array's address in elements."""
+    element, rest = divmod(array.pointer, array.dtype.itemsize)
+    if rest:
+        expected = f"an address that is a multiple of {array.dtype.itemsize}"
+        raise ValueError(f"{name}: expected {expected}, got {array.pointer}")
+    return element
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def write_params(problem: CacheWrite, lanes_per_token_log2: int) -> np.ndarray:
+    """The kernel's by-value struct."""
+    cache = problem.cache
+    sides = [
+        _side(problem.key, cache.key_strides, cache.k_scale),
+        _side(problem.value, cache.value_strides, cache.v_scale),
+    ]
+    divisors = (fast_divisor(cache.shape.block_size), fast_divisor(cache.shape.num_kv_heads))
+    fields = (sides, problem.slot_mapping.strides[0], *divisors, problem.num_tokens, lanes_per_token_log2)
+    # As plain bytes: CuPy describes a structured dtype field by field at every launch.
+    return np.array(fields, CACHE_WRITE_PARAMS).view(f"V{CACHE_WRITE_PARAMS.itemsize}")
+
+
+def _side(new: ArrayView, strides: CacheStrides, scale: Scale) -> tuple[int | float, ...]:
+    scale_stride = scale.array.strides[0] if scale.per_head else 0
+    return (*new.strides[:2], strides.block, strides.token, strides.head, scale.value, scale_stride)
