@@ -42,7 +42,8 @@ __device__ __forceinline__ float quotient(float x, float divisor) {
   const float estimate = scaled * reciprocal;
   const float faithful = fmaf(fmaf(-estimate, mantissa, scaled), reciprocal, estimate);
   const float rounded = fmaf(fmaf(-faithful, mantissa, scaled), reciprocal, faithful);
-  return fabsf(estimate) < CUDART_INF_F ? rounded : estimate;  // infinity and NaN have no remainder
+  // Infinity and NaN have no remainder; that of -0 is +0.
+  return fabsf(estimate) < CUDART_INF_F ? copysignf(rounded, x) : estimate;
 }
 
 // fp8 codes of saturate(x / scale), rounded once from the IEEE quotient, without a division where none is needed: if

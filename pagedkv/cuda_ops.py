@@ -1,6 +1,7 @@
 """CUDA backend: launches the kernels in ``cuda/`` on the arrays' device and the framework's current stream."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,35 +14,56 @@ from .arrays import ArrayView, view
 from .context import is_checked
 from .dtypes import INT64
 from .problem import CacheWrite
+from .repeats import Pointers, Replay
 from .write_plan import Launch, plan_flash_write, plan_packed_write
 
 
-def reshape_and_cache_flash(problem: CacheWrite) -> None:
-    """One launch of the kernel of the same name."""
-    _write(problem, plan_flash_write)
+def reshape_and_cache_flash(problem: CacheWrite) -> Replay | None:
+    """One launch of the kernel of the same name; returns how to repeat it."""
+    return _write(problem, plan_flash_write)
 
 
-def reshape_and_cache(problem: CacheWrite) -> None:
-    """One launch of the kernel of the same name."""
-    _write(problem, plan_packed_write)
+def reshape_and_cache(problem: CacheWrite) -> Replay | None:
+    """One launch of the kernel of the same name; returns how to repeat it."""
+    return _write(problem, plan_packed_write)
 
 
-def _write(problem: CacheWrite, plan: Any) -> None:
+def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay | None:
     if problem.num_tokens == 0:
-        return
-    stream = _stream(problem.key)
-    with _on_device(problem.key.device):
+        return None
+    storage, device = problem.cache, problem.key.device
+    stream = _stream(problem.key.framework, device)
+    with cupy.cuda.Device(device):
         slots = _as_int64(problem.slot_mapping, "slot_mapping", stream)
-        problem = replace(problem, slot_mapping=slots)
         if is_checked():
             indices.check_slots(problem, _on_host(slots, "slot_mapping", stream))
-        launch: Launch = plan(problem)
-        storage = problem.cache
-        arrays = (problem.key, problem.value, storage.key, storage.value, slots)
-        scales = (0 if scale.array is None else scale.array.pointer for scale in (storage.k_scale, storage.v_scale))
-        kernel = kernels.load(launch.instance, problem.key.device)
-        arguments = (*(array.pointer for array in arrays), *scales, launch.params)
-        kernel(launch.grid, (launch.threads,), arguments, stream=stream)
+        launch = plan(replace(problem, slot_mapping=slots))
+    replay = LaunchReplay(launch, problem.key.framework, device)
+    arrays = (problem.key, problem.value, storage.key, storage.value, slots)
+    scales = (0 if scale.array is None else scale.array.pointer for scale in (storage.k_scale, storage.v_scale))
+    replay([*(array.pointer for array in arrays), *scales])
+    # Slots that had to be converted are new memory at every call.
+    return replay if slots is problem.slot_mapping else None
+
+
+class LaunchReplay:
+    """Makes one launch again on other addresses, on the stream that is then current."""
+
+    __slots__ = ("block", "device", "framework", "grid", "kernel", "params")
+
+    def __init__(self, launch: Launch, framework: str, device: int) -> None:
+        self.kernel = kernels.load(launch.instance, device)
+        self.grid, self.block, self.params = launch.grid, (launch.threads,), launch.params
+        self.framework, self.device = framework, device
+
+    def __call__(self, pointers: Pointers) -> None:
+        if cupy.cuda.runtime.getDevice() != self.device:
+            with cupy.cuda.Device(self.device):
+                return self(pointers)
+        # None is CuPy's own current stream, which the launch finds faster than we do.
+        stream = None if self.framework == "cupy" else _stream(self.framework, self.device)
+        self.kernel(self.grid, self.block, (*pointers, self.params), stream=stream)
+        return None
 
 
 # ---- devices and streams --------------------------------------------------------------------------------------------
@@ -62,27 +84,11 @@ def _foreign_stream(pointer: int) -> Any:
     return cupy.cuda.Stream.from_external(_ForeignStream(pointer)) if pointer else cupy.cuda.Stream.null
 
 
-def _stream(array: ArrayView) -> Any:
-    """The stream on which the array's framework works now, on the array's device."""
-    if array.framework == "torch":
-        return _foreign_stream(sys.modules["torch"].cuda.current_stream(array.device).cuda_stream)
-    return cupy.cuda.get_current_stream(array.device)
-
-
-class _on_device:  # noqa: N801 - reads as a statement
-    """Makes a device current; free where it already is, which CuPy's own context manager is not."""
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        self.previous = cupy.cuda.runtime.getDevice()
-        if self.previous != self.device:
-            cupy.cuda.runtime.setDevice(self.device)
-
-    def __exit__(self, *exception: object) -> None:
-        if self.previous != self.device:
-            cupy.cuda.runtime.setDevice(self.previous)
+def _stream(framework: str, device: int) -> Any:
+    """The stream on which a framework works now on a device."""
+    if framework == "torch":
+        return _foreign_stream(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    return cupy.cuda.get_current_stream(device)
 
 
 def _as_cupy(array: ArrayView) -> Any:

@@ -13,6 +13,7 @@ from . import numpy_ops, validate
 from .arrays import ArrayView, deliver, device_name
 from .context import chosen_backend
 from .problem import Attention
+from .repeats import Call, Replay
 
 
 def reshape_and_cache(
@@ -44,10 +45,8 @@ def reshape_and_cache(
     >>> value_cache = numpy.zeros((num_blocks, 8, 128, 16), numpy.float16)
     >>> reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
     """
-    write = validate.cache_write(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, "packed"
-    )
-    _run("reshape_and_cache", write, write.key)
+    arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    _write("reshape_and_cache", arrays, kv_cache_dtype, "packed")
 
 
 def reshape_and_cache_flash(
@@ -76,10 +75,8 @@ def reshape_and_cache_flash(
     >>> slot_mapping = block_table[positions // 16] * 16 + positions % 16
     >>> reshape_and_cache_flash(key, value, cache[0], cache[1], slot_mapping)
     """
-    write = validate.cache_write(
-        key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale, layout
-    )
-    _run("reshape_and_cache_flash", write, write.key)
+    arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    _write("reshape_and_cache_flash", arrays, kv_cache_dtype, layout)
 
 
 def paged_attention_v1(
@@ -275,6 +272,13 @@ def merge_attn_states(
     return out, deliver(merge.lse_out, merge.prefix_output) if lse_out is None else lse_out
 
 
+def _write(op: str, arrays: tuple[Any, ...], kv_cache_dtype: str, layout: str) -> None:
+    call = Call(op, arrays, (kv_cache_dtype, layout))
+    if not call.replay():
+        write = validate.cache_write(*arrays, kv_cache_dtype=kv_cache_dtype, kv_layout=layout)
+        call.remember(_run(op, write, write.key))
+
+
 def _results(read: Attention, out: Any, lse_out: Any, return_lse: bool) -> Any:
     # An array the caller passed goes back as it is.
     out = deliver(read.out, read.query) if out is None else out
@@ -283,12 +287,12 @@ def _results(read: Attention, out: Any, lse_out: Any, return_lse: bool) -> Any:
     return out, deliver(read.lse_out, read.query) if lse_out is None else lse_out
 
 
-def _run(op: str, asked: Any, reference: ArrayView) -> None:
+def _run(op: str, asked: Any, reference: ArrayView) -> Replay | None:
     backend = _backend(reference)
     implementation = getattr(backend, op, None)
     if implementation is None:
         raise NotImplementedError(f"{op}: no kernel for {device_name(reference.device)} yet; NumPy arrays are served")
-    implementation(asked)
+    return implementation(asked)
 
 
 def _backend(reference: ArrayView) -> ModuleType:

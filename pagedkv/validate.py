@@ -25,9 +25,10 @@ def cache_write(
     key_cache: Any,
     value_cache: Any,
     slot_mapping: Any,
-    kv_cache_dtype: str,
     k_scale: Any,
     v_scale: Any,
+    *,
+    kv_cache_dtype: str,
     kv_layout: str,
 ) -> CacheWrite:
     """The problem of both writes; ``kv_layout`` is ``"packed"``, ``"NHD"`` or ``"HND"``."""

@@ -13,6 +13,7 @@ from .layout import CacheShape, CacheStrides
 from .problem import PagedCache, Scale
 
 MAX_HEAD_SIZE = 256
+SMALLEST_SCALE, LARGEST_SCALE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 HEAD_SIZE_STEP = 8
 PACKED_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -41,8 +42,8 @@ def _scale(scale: Any, name: str, num_kv_heads: int) -> Scale:
         return Scale()
     if isinstance(scale, int | float | np.integer | np.floating):
         number = checks.check_number(scale, name, "a positive number")
-        if number <= 0:
-            raise ValueError(wrong(name, "a positive number", number))
+        if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+            raise ValueError(wrong(name, "a positive number in float32's normal range", number))
         return Scale(value=number)
     array = view(scale, name)
     checks.check_dtype(array, name, (FLOAT32,))

@@ -1,0 +1,88 @@
+"""Offsets past 2^31 and 2^32: a cache whose blocks lie far apart, of which only the touched pages exist on the host."""
+
+import mmap
+
+import numpy as np
+import pytest
+from writes import bits, encoded, random_rows, token_of
+
+import pagedkv
+
+NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 4, 8, 2, 32
+BLOCK_STRIDE = 3 * 2**29  # elements: blocks 2 and 3 lie past 2^31 and 2^32
+WRAPPED = [2**31, 2**32]
+
+
+def sparse_bytes(backend, nbytes):
+    """Memory of this size, zero where it has not been written."""
+    if backend.name == "numpy":
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+    import cupy
+
+    return cupy.zeros(nbytes, np.uint8)
+
+
+def blocks_far_apart(buffer, shape):
+    """A view of the buffer with BLOCK_STRIDE between blocks."""
+    inner = np.empty(shape[1:], np.uint8).strides
+    strides = (BLOCK_STRIDE, *inner)
+    if isinstance(buffer, np.ndarray):
+        return np.lib.stride_tricks.as_strided(buffer, shape, strides)
+    import cupy
+
+    return cupy.lib.stride_tricks.as_strided(buffer, shape, strides)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+def test_offsets_past_two_and_four_gigabytes(backend, rng, layout):
+    key, value = random_rows(rng, 6, HEADS, HEAD_SIZE, np.float16)
+    slots = np.array([3, 9, 17, 23, 24, 31])  # blocks 0 to 3
+    shapes = {
+        "NHD": [(NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)] * 2,
+        "HND": [(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_SIZE)] * 2,
+        "packed": [(NUM_BLOCKS, HEADS, HEAD_SIZE // 16, BLOCK_SIZE, 16), (NUM_BLOCKS, HEADS, HEAD_SIZE, BLOCK_SIZE)],
+    }[layout]
+    buffers = [sparse_bytes(backend, (NUM_BLOCKS - 1) * BLOCK_STRIDE + 4096) for _ in "kv"]
+    caches = [blocks_far_apart(buffer, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
+    op = pagedkv.reshape_and_cache if layout == "packed" else pagedkv.reshape_and_cache_flash
+    options = {} if layout == "packed" else {"layout": layout}
+    arrays = [backend.put(key), backend.put(value), *caches, backend.put(slots)]
+    op(*arrays, kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25, **options)
+
+    for rows, cache, scale in zip((key, value), caches, (0.5, 0.25), strict=True):
+        for token, slot in enumerate(slots):
+            block, offset = divmod(int(slot), BLOCK_SIZE)
+            target = token_of(cache, layout, block, offset)
+            want = encoded(rows[token], "fp8", scale)
+            np.testing.assert_array_equal(bits(backend.get(target)).reshape(want.shape), want)
+    block_bytes = BLOCK_SIZE * HEADS * HEAD_SIZE
+    for buffer in buffers:  # an offset that lost its high bits lands here
+        for block in (2, 3):
+            for wrap in WRAPPED:
+                start = block * BLOCK_STRIDE % wrap
+                if start % BLOCK_STRIDE:
+                    assert not backend.get(buffer[start : start + block_bytes]).any()
+
+
+@pytest.mark.parametrize("slot", [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 12345])
+@pytest.mark.parametrize("block_size", [16, 17])
+def test_slots_past_31_and_32_bits(backend, rng, slot, block_size):
+    """With a block stride of 0 all blocks share one block's memory, and huge slot numbers cost nothing to hold."""
+    key, value = random_rows(rng, 1, 1, 8, np.float16)
+    num_blocks = slot // block_size + 1
+    buffers = [backend.put(np.zeros(block_size * 8 + 4096, np.float16)) for _ in "kv"]
+    shape, strides = (num_blocks, block_size, 1, 8), (0, 16, 16, 2)
+    if backend.name == "numpy":
+        caches = [np.lib.stride_tricks.as_strided(buffer, shape, strides) for buffer in buffers]
+    else:
+        import cupy
+
+        caches = [cupy.lib.stride_tricks.as_strided(buffer, shape, strides) for buffer in buffers]
+    pagedkv.reshape_and_cache_flash(backend.put(key), backend.put(value), *caches, backend.put(np.array([slot])))
+    for rows, buffer in zip((key, value), buffers, strict=True):
+        got = backend.get(buffer)
+        offset = slot % block_size * 8
+        np.testing.assert_array_equal(got[offset : offset + 8], rows[0, 0])
+        assert not got[:offset].any()
+        assert not got[offset + 8 :].any()
