@@ -23,7 +23,7 @@ CEILINGS = {
     "copy": [Instance("ceilings.cu", "copy_packs", (count,)) for count in IN_FLIGHT],
     "empty": [Instance("ceilings.cu", "empty_kernel", (0,))],
 }
-GRIDS = ((256, 4), (512, 2), (512, 4), (1024, 2), (256, 0), (512, 0))  # threads, CTAs per SM (0: a thread per pack)
+GRIDS = ((256, 4), (512, 4), (1024, 2), (128, 0), (256, 0), (512, 0))  # threads, CTAs per SM (0: a thread per pack)
 
 
 def random_bytes(nbytes: int) -> cupy.ndarray:

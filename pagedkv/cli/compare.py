@@ -1,0 +1,92 @@
+"""Results against what they should be: caches bit for bit, attention by relative L2 with a reasoned tolerance."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .inputs import POISON_BYTE, slot_view
+
+FEW_ULP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One output of an op against the truth. ``detail`` says what is wrong, where something is."""
+
+    name: str
+    error: float  # relative L2 of the worst row; of a cache, the number of wrong values
+    tolerance: float
+    detail: str
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.error <= self.tolerance)
+
+
+def compare_cache(
+    name: str, cache: np.ndarray, layout: str, block_size: int, expected: np.ndarray, slots: np.ndarray
+) -> Comparison:
+    """A cache that was all poison, read back slot by slot. ``expected`` has a row per slot; all else must be poison.
+
+    Overwrites the cache: a slot that has been looked at becomes poison again, so that in the end all must be.
+    """
+    unsigned = np.dtype(f"u{cache.itemsize}")
+    cache, expected = cache.view(unsigned), np.ascontiguousarray(expected).view(unsigned)
+    poison = unsigned.type(np.iinfo(unsigned).max // 0xFF * POISON_BYTE)
+    wrong, first = 0, None
+    for token, (slot, row) in enumerate(zip(slots.tolist(), expected, strict=True)):
+        stored = slot_view(cache, layout, *divmod(slot, block_size))
+        differing = int(np.count_nonzero(stored.reshape(row.shape) != row))
+        if differing and first is None:
+            first = f"first in token {token}, slot {slot}"
+        wrong += differing
+        stored[...] = poison
+    stray = int(np.count_nonzero(cache != poison))
+    return Comparison(name, wrong + stray, 0, _cache_detail(wrong, expected.size, first, stray))
+
+
+def _cache_detail(wrong: int, size: int, first: str | None, stray: int) -> str:
+    parts = [f"{wrong:,} of {size:,} values wrong ({first})"] if wrong else []
+    parts += [f"{stray:,} values changed that belong to no token"] if stray else []
+    return "; ".join(parts)
+
+
+def compare_rows(name: str, got: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> Comparison:
+    """An output ``[tokens, heads, head_size]`` against the float64 one, given the plain float32 one, row by row."""
+    error, plain_error = relative_l2(got, exact), relative_l2(plain.astype(got.dtype), exact)
+    tolerance = allowed(float(plain_error.max()))
+    token, head = np.unravel_index(np.argmax(error), error.shape)
+    worst = float(error[token, head])
+    return Comparison(name, worst, tolerance, _rows_detail(worst, tolerance, f"token {token}, head {head}"))
+
+
+def compare_lse(name: str, got: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> Comparison:
+    """A log of denominators ``[heads, tokens]``. Sizes count as at least 1, since a logarithm may pass through 0."""
+    with np.errstate(invalid="ignore"):
+        size = np.maximum(np.abs(exact), 1)
+        error, plain_error = (np.where(value == exact, 0, np.abs(value - exact) / size) for value in (got, plain))
+    tolerance = allowed(float(plain_error.max()))
+    head, token = np.unravel_index(np.argmax(error), error.shape)
+    worst = float(error[head, token])
+    return Comparison(name, worst, tolerance, _rows_detail(worst, tolerance, f"token {token}, head {head}"))
+
+
+def _rows_detail(error: float, tolerance: float, where: str) -> str:
+    return "" if error <= tolerance else f"relative error {error:.2g} in {where}, at most {tolerance:.2g} is allowed"
+
+
+def allowed(plain_error: float) -> float:
+    """How far from float64 a result may be, given how far the plain float32 computation is at its worst.
+
+    Both are float32 sums rounded once to the output's dtype, so neither is nearer the truth by right. Adding in another
+    order may double the error and has no reason to do more. The few ulp are float32's: for inputs on which the plain
+    computation happens to be exact, and for exponentials that hardware approximates.
+    """
+    return 2 * plain_error + FEW_ULP * float(np.finfo(np.float32).eps)
+
+
+def relative_l2(got: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Of each row, so that one wrong row cannot hide among many. A row of zeros must be met exactly."""
+    error = np.linalg.norm(got.astype(np.float64) - exact, axis=-1)
+    size = np.linalg.norm(exact, axis=-1)
+    return np.divide(error, size, out=np.where(error == 0, 0.0, np.inf), where=size > 0)

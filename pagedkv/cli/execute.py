@@ -1,0 +1,117 @@
+"""Runs one case on one backend: the call, its check, its time."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import pagedkv
+from pagedkv import validate, write_plan
+
+from . import machine
+from .cases import Case
+from .compare import Comparison
+
+REPEATS = 5
+SECONDS = 1.0  # that repeats may take together
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a case. A result that is wrong has no time."""
+
+    case: Case
+    backend: str
+    comparisons: list[Comparison]
+    microseconds: float | None
+    instance: str | None
+
+    @property
+    def ok(self) -> bool:
+        return all(comparison.ok for comparison in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison:
+        """The first comparison that fails, or the first of all."""
+        return next((comparison for comparison in self.comparisons if not comparison.ok), self.comparisons[0])
+
+
+def default_backend() -> str:
+    """Where ops run unless told otherwise."""
+    return "cuda" if machine.why_no_cuda() is None else "numpy"
+
+
+def check_backend(backend: str) -> None:
+    """ValueError where the machine has not what a backend needs, NotImplementedError for one that is not built."""
+    if backend == "cuda" and machine.why_no_cuda() is not None:
+        raise ValueError(f"--backend cuda: {machine.why_no_cuda()}; see pagedkv info, or use --backend numpy")
+    if backend == "ptx":
+        raise NotImplementedError("--backend ptx: not built yet; use --backend numpy")
+
+
+def has_kernel(op: str) -> bool:
+    """Whether the CUDA backend has this op."""
+    from pagedkv import cuda_ops
+
+    return hasattr(cuda_ops, op)
+
+
+def run_case(case: Case, backend: str) -> Result:
+    """Calls the op, checks all that it wrote and, if that is right, times it."""
+    arguments = {name: _put(value, backend) for name, value in case.arguments.items()}
+
+    def launch() -> None:
+        getattr(pagedkv, case.op)(**arguments)
+
+    with pagedkv.use_backend(backend):
+        launch()
+        comparisons = case.check({name: _get(arguments[name], backend) for name in case.outputs})
+        right = all(comparison.ok for comparison in comparisons)
+        microseconds = _microseconds(launch, backend) if right else None
+    return Result(case, backend, comparisons, microseconds, kernel_instance(case.op, arguments, backend))
+
+
+def _put(value: Any, backend: str) -> Any:
+    if backend == "numpy" or not isinstance(value, np.ndarray):
+        return value
+    import cupy
+
+    return cupy.asarray(value)
+
+
+def _get(array: Any, backend: str) -> np.ndarray:
+    return array if backend == "numpy" else array.get()
+
+
+def kernel_instance(op: str, arguments: dict[str, Any], backend: str) -> str | None:
+    """The kernel instance that the op chose for these arrays; None where no kernel ran."""
+    choose = {
+        "reshape_and_cache": write_plan.packed_write_instance,
+        "reshape_and_cache_flash": write_plan.flash_write_instance,
+    }.get(op)
+    if backend != "cuda" or choose is None:
+        return None
+    options = dict(arguments)
+    return str(choose(validate.cache_write(kv_layout=options.pop("layout", "packed"), **options)))
+
+
+def _microseconds(launch: Callable[[], None], backend: str) -> float:
+    if backend == "cuda":
+        return _stopwatch().microseconds(launch)
+    times: list[float] = []
+    while len(times) < REPEATS and sum(times) < SECONDS:
+        start = time.perf_counter()
+        launch()
+        times.append(time.perf_counter() - start)
+    return median(times) * 1e6
+
+
+@cache
+def _stopwatch() -> Any:
+    from .timing import Stopwatch
+
+    return Stopwatch()

@@ -1,0 +1,166 @@
+"""Random inputs of an op: dense keys and values first, then the same in the blocks of a poisoned pool.
+
+The paging here is one assignment per token, on purpose: it shares no code with the package that it helps to check.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from . import reference
+
+POISON_BYTE = 0xFF  # fills a cache with NaNs, whatever its format
+SPARE_BLOCKS = 3  # of the pool, in no table
+SPARE_COLUMNS = 1  # of the tables, holding no block
+PADDING_ROWS = 2  # of keys and values: the first has a negative slot, the second none
+NO_BLOCK = -1
+PREFILL_QUERIES = 128  # of every PREFILL_EVERY-th sequence of a mixed batch; the others have one
+PREFILL_EVERY = 4
+
+# No powers of two: dividing by those is exact, and a reciprocal would do as well. A few values saturate e4m3.
+K_SCALE, V_SCALE = 0.009, 0.011
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the options of ``pagedkv run`` say of the inputs."""
+
+    seqs: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: np.dtype
+    kv_cache_dtype: str
+    layout: str
+    seed: int
+
+    @property
+    def cache_dtype(self) -> np.dtype:
+        """Of the storage: fp8 codes travel as uint8."""
+        return self.dtype if self.kv_cache_dtype == "auto" else np.dtype(np.uint8)
+
+    def check(self) -> None:
+        """ValueError for what no cache can be drawn for; all else is left to the package's own validation."""
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}: "
+                "each kv head serves a group of query heads"
+            )
+
+    def check_packed(self) -> None:
+        """ValueError if the packed layout cannot hold this head size."""
+        x = 16 // self.cache_dtype.itemsize
+        if self.head_size % x:
+            raise ValueError(f"--head-size: expected a multiple of {x} in the packed layout, got {self.head_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of keys and values, one after the other, and the blocks that they are to lie in."""
+
+    key: np.ndarray  # [num_tokens + PADDING_ROWS, kv_heads, head_size]
+    value: np.ndarray
+    starts: np.ndarray  # [seqs + 1]: where each sequence begins, and the end of the last
+    block_tables: np.ndarray  # [seqs, max_blocks]
+    slots: np.ndarray  # [num_tokens + 1]
+    num_blocks: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    def sequence(self, i: int) -> slice:
+        """The rows of one sequence."""
+        return slice(int(self.starts[i]), int(self.starts[i + 1]))
+
+
+@lru_cache(maxsize=1)
+def draw_batch(sizes: Sizes) -> Batch:
+    """The batch of these sizes: the first sequence has ``context`` tokens, the others end up to a block earlier."""
+    rng = np.random.default_rng(sizes.seed)
+    shortest = max(1, sizes.context - sizes.block_size + 1)
+    seq_lens = rng.integers(shortest, sizes.context, sizes.seqs, endpoint=True)
+    seq_lens[0] = sizes.context
+    starts = np.concatenate([[0], np.cumsum(seq_lens)])
+    block_tables, num_blocks = _scattered_tables(rng, seq_lens, sizes.block_size)
+    slots = np.concatenate([*_slots(block_tables, seq_lens, sizes.block_size), [NO_BLOCK]])
+    shape = (int(starts[-1]) + PADDING_ROWS, sizes.kv_heads, sizes.head_size)
+    key, value = (normal(rng, shape, sizes.dtype) for _ in "kv")
+    return Batch(key, value, starts, block_tables, slots, num_blocks)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Normally distributed numbers."""
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def _scattered_tables(rng: np.random.Generator, seq_lens: np.ndarray, block_size: int) -> tuple[np.ndarray, int]:
+    """Tables over a shuffled pool, and the pool's blocks."""
+    counts = [-(-int(seq_len) // block_size) for seq_len in seq_lens]
+    num_blocks = sum(counts) + SPARE_BLOCKS
+    shuffled = rng.permutation(num_blocks)
+    tables = np.full((len(counts), max(counts) + SPARE_COLUMNS), NO_BLOCK, np.int32)
+    for row, count in zip(tables, counts, strict=True):
+        row[:count], shuffled = shuffled[:count], shuffled[count:]
+    return tables, num_blocks
+
+
+def _slots(block_tables: np.ndarray, seq_lens: np.ndarray, block_size: int) -> list[np.ndarray]:
+    """Where the tokens of each sequence go."""
+    slots = []
+    for table, seq_len in zip(block_tables.astype(np.int64), seq_lens, strict=True):
+        positions = np.arange(seq_len)
+        slots.append(table[positions // block_size] * block_size + positions % block_size)
+    return slots
+
+
+def query_lens(batch: Batch) -> np.ndarray:
+    """Query tokens of each sequence of a mixed batch: some prefill, the others decode."""
+    lens = np.ones_like(batch.seq_lens)
+    lens[::PREFILL_EVERY] = np.minimum(PREFILL_QUERIES, batch.seq_lens[::PREFILL_EVERY])
+    return lens
+
+
+def poisoned_caches(sizes: Sizes, layout: str, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """A key and a value cache full of NaNs."""
+    heads, tokens, features = sizes.kv_heads, sizes.block_size, sizes.head_size
+    x = 16 // sizes.cache_dtype.itemsize
+    key_shape, value_shape = {
+        "NHD": [(tokens, heads, features)] * 2,
+        "HND": [(heads, tokens, features)] * 2,
+        "packed": [(heads, features // x, tokens, x), (heads, features, tokens)],
+    }[layout]
+    return tuple(_poison((num_blocks, *shape), sizes.cache_dtype) for shape in (key_shape, value_shape))
+
+
+def _poison(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    cache = np.empty(shape, dtype)
+    cache.view(np.uint8)[...] = POISON_BYTE
+    return cache
+
+
+def slot_view(cache: np.ndarray, layout: str, block: int, offset: int) -> np.ndarray:
+    """What a cache holds of one slot: ``[kv_heads, head_size]``, of packed keys ``[kv_heads, head_size / x, x]``."""
+    if layout == "NHD":
+        return cache[block, offset]
+    if layout == "HND":
+        return cache[block, :, offset]
+    return cache[block, :, :, offset]
+
+
+def paged(batch: Batch, sizes: Sizes, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """The batch in the blocks of otherwise poisoned caches."""
+    caches = poisoned_caches(sizes, layout, batch.num_blocks)
+    for rows, cache, scale in zip((batch.key, batch.value), caches, (K_SCALE, V_SCALE), strict=True):
+        stored = reference.encoded(rows[: batch.num_tokens], sizes.kv_cache_dtype, scale)
+        for token, slot in zip(stored, batch.slots[: batch.num_tokens].tolist(), strict=True):
+            target = slot_view(cache, layout, *divmod(slot, sizes.block_size))
+            target[...] = token.reshape(target.shape)
+    return caches

@@ -1,0 +1,63 @@
+"""The kernel instances that CI compiles and ``pagedkv compile`` lists: the most used of each kernel.
+
+At most MAX_INSTANCES in all; any other instance compiles when it is first asked for.
+"""
+
+import numpy as np
+
+from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32
+from .kernels import Instance
+from .write_plan import flash_write_instance_for, packed_write_instance_for, widest_vec
+
+MAX_INSTANCES = 80
+BLOCK_SIZE = 16
+HOT_HEAD_SIZES = (64, 128)
+
+WRITES = (  # key dtype, cache format, head size
+    (FLOAT16, FLOAT16, 128),
+    (FLOAT16, E4M3, 128),
+    (FLOAT16, E5M2, 128),
+    (BFLOAT16, BFLOAT16, 128),
+    (BFLOAT16, E4M3, 128),
+    (BFLOAT16, E5M2, 128),
+    (FLOAT32, FLOAT32, 128),
+    (BFLOAT16, BFLOAT16, 64),
+    (BFLOAT16, E4M3, 64),
+)
+PLAIN, QUANTISED = WRITES[3], WRITES[4]  # of which there are variants
+
+
+def _flash(dtype: np.dtype, kv_format: np.dtype, head_size: int, vec: int | None = None, **variant: bool) -> Instance:
+    return flash_write_instance_for(dtype, kv_format, head_size, vec or widest_vec(dtype), **variant)
+
+
+def _packed(dtype: np.dtype, kv_format: np.dtype, head_size: int, vec: int | None = None, **variant: bool) -> Instance:
+    return packed_write_instance_for(dtype, kv_format, head_size, BLOCK_SIZE, vec or widest_vec(dtype), **variant)
+
+
+FLASH_WRITES = [
+    *(_flash(*write) for write in WRITES),
+    _flash(*PLAIN, vec=1),
+    *(_flash(*write, few=True) for write in (PLAIN, QUANTISED)),
+    _flash(*QUANTISED, scale_per_head=True),
+]
+PACKED_WRITES = [
+    *(_packed(*write) for write in WRITES),
+    _packed(*PLAIN, vec=1),
+    *(_packed(*write, few=True) for write in (PLAIN, QUANTISED)),
+]
+# One of each kernel that measures what the card allows; the others differ in how many loads they unroll.
+CEILINGS = [
+    Instance("ceilings.cu", "read_packs", (8,)),
+    Instance("ceilings.cu", "copy_packs", (8,)),
+    Instance("ceilings.cu", "empty_kernel", (0,)),
+]
+
+INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *CEILINGS]
+
+
+def is_hot(instance: Instance) -> bool:
+    """Whether spilling registers would be a fault: a 16-bit or fp8 cache with heads of 64 or 128."""
+    dtypes = [argument for argument in instance.arguments if argument in CUDA_NAMES.values()]
+    sizes = [argument for argument in instance.arguments if type(argument) is int]  # a flag is no size
+    return bool(dtypes) and dtypes[-1] != CUDA_NAMES[FLOAT32] and sizes[0] in HOT_HEAD_SIZES
