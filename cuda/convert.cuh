@@ -6,6 +6,7 @@
 #include <math_constants.h>
 
 #include "copy.cuh"
+#include "ptx.cuh"
 
 namespace pagedkv {
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ float quotient(float x, float divisor) {
   const float power = __uint_as_float(inverse_exponent == 0 ? 1u << 22 : inverse_exponent << 23);  // 2^-127: subnormal
   const float mantissa = __uint_as_float((bits & 0x007fffff) | 0x3f800000);
   const float reciprocal = __frcp_rn(mantissa);
-  const float scaled = x * power;
+  const float scaled = multiply_ieee(x, power);
   const float estimate = scaled * reciprocal;
   const float faithful = fmaf(fmaf(-estimate, mantissa, scaled), reciprocal, estimate);
   const float rounded = fmaf(fmaf(-faithful, mantissa, scaled), reciprocal, faithful);
@@ -69,8 +70,8 @@ struct Quantizer {
   __device__ __forceinline__ Pack<cache_t, N> multiply(const Pack<scalar_t, N>& pack, bool& ambiguous) const {
     uint32_t differing = 0;
     const auto codes = map_pairs(pack, [&](float x, float y) {
-      const uint32_t low = codes_of(x * reciprocal_low, y * reciprocal_low);
-      differing |= low ^ codes_of(x * reciprocal_high, y * reciprocal_high);
+      const uint32_t low = codes_of(multiply_ieee(x, reciprocal_low), multiply_ieee(y, reciprocal_low));
+      differing |= low ^ codes_of(multiply_ieee(x, reciprocal_high), multiply_ieee(y, reciprocal_high));
       return low;
     });
     ambiguous = ambiguous || differing != 0;

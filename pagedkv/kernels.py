@@ -13,7 +13,9 @@ from typing import Any
 from .params import static_asserts
 
 NAMESPACE = "pagedkv"
+# CuPy adds -ftz=true to what it compiles; so does everything else here, so that all compile the same code.
 OPTIONS = ("-std=c++17",)
+FLUSH_SUBNORMALS = "-ftz=true"
 # Architectures with instructions that exist under their own name only (wgmma, setmaxnreg).
 ARCH_SPECIFIC = ("90",)
 

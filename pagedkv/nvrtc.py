@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from .kernels import OPTIONS, Instance, expanded_source
+from .kernels import FLUSH_SUBNORMALS, OPTIONS, Instance, expanded_source
 
 MISSING = "compiling without a GPU needs NVRTC and the CUDA headers: pip install 'pagedkv[ptx]'"
 
@@ -28,7 +28,8 @@ class Compiled:
 def compile_instance(instance: Instance, arch: str) -> Compiled:
     """Compiles for ``arch`` (``sm_90a``). CompileError with the compiler's log; ImportError where NVRTC is missing."""
     source = expanded_source(instance.file)
-    cubin, log = _compile(source, instance, (*OPTIONS, f"-arch={arch}", f"-I{_headers()}", "--ptxas-options=-v"))
+    options = (*OPTIONS, FLUSH_SUBNORMALS, f"-arch={arch}", f"-I{_headers()}", "--ptxas-options=-v")
+    cubin, log = _compile(source, instance, options)
     return Compiled(
         instance,
         arch,
@@ -42,15 +43,16 @@ def compile_instance(instance: Instance, arch: str) -> Compiled:
 
 def version() -> str:
     """NVRTC's version."""
-    nvrtc = _nvrtc()
-    _, major, minor = nvrtc.nvrtcVersion()
+    _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
 
 
 def _nvrtc():
     try:
         from cuda.bindings import nvrtc
-    except ImportError as error:
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # no binding, or a binding without its library
         raise ImportError(MISSING) from error
     return nvrtc
 

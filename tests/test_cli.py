@@ -154,7 +154,7 @@ def test_run_prints_a_row_per_op():
     rows = [line.split() for line in result.output.splitlines() if "numpy" in line]
     assert [row[0] for row in rows] == OPS
     assert all(row[-1] == "ok" for row in rows)
-    assert "all 6 results right" in result.output
+    assert "6 results, all right" in result.output
     assert max(map(len, result.output.splitlines())) <= 100
 
 

@@ -39,7 +39,7 @@ def check_caught(op, said, *arguments):
     assert result.exit_code == 1
     assert "WRONG" in result.output
     assert said in result.output
-    assert "1 of 1 results wrong" in result.output
+    assert "1 of 1 result wrong" in result.output
     (row,) = json.loads(run_one(op, "--json", *arguments).output)
     assert not row["ok"]
     assert row["microseconds"] is None

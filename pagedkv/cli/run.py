@@ -143,7 +143,8 @@ def _end(results: list[Result]) -> str:
     lines = ["", LEGEND]
     if {result.backend for result in results} == {"numpy", "cuda"}:
         lines.append("ops shown on numpy have no CUDA kernel yet")
-    lines.append(f"{wrong} of {len(results)} results wrong" if wrong else f"all {len(results)} results right")
+    total = f"{len(results)} result" + "s" * (len(results) != 1)
+    lines.append(f"{wrong} of {total} wrong" if wrong else f"{total}, all right")
     return "\n".join(lines)
 
 
