@@ -31,23 +31,26 @@ __global__ void __launch_bounds__(THREADS)
   if (token >= params.num_tokens) return;
 
   const int64_t slot = slot_mapping[token * params.slot_stride];
-  CacheConvert<scalar_t, cache_t, SCALE_PER_HEAD> convert(
-      {is_value ? v_scale : k_scale, side.scale, side.scale_stride});
-  const SlotPosition position = locate(slot, params.block_size);
-  cache_t* target = (is_value ? value_cache : key_cache) + position.block * side.cache_block_stride +
-                    position.offset * side.cache_token_stride;
+  const Scale scale{is_value ? v_scale : k_scale, side.scale, side.scale_stride};
+  const float common_scale = scale.of_head(0);
   const scalar_t* source = (is_value ? value : key) + token * side.token_stride;
+  cache_t* cache = is_value ? value_cache : key_cache;
   const Rows<scalar_t> heads{source,
                              side.head_stride,
                              params.num_kv_heads.divisor,
                              elements_to_alignment<VEC>(source),
                              threadIdx.x & (lanes - 1),
                              lanes};
-  convert_rows<HEAD_SIZE, VEC, PACKS_IN_FLIGHT>(
-      heads, slot >= 0, convert, [](uint32_t head) { return head; },
-      [&](uint32_t head, uint32_t feature, auto pack) {
-        store(target + head * side.cache_head_stride + feature, pack);
-      });
+  convert_rows<HEAD_SIZE, VEC, PACKS_IN_FLIGHT>(heads, [&](auto is_exact, bool& ambiguous) {
+    const int64_t live_slot = pinned(slot);
+    const CacheConvert<scalar_t, cache_t, SCALE_PER_HEAD> converter(scale, pinned(common_scale));
+    const SlotPosition position = locate(live_slot, params.block_size);
+    cache_t* target = cache + position.block * side.cache_block_stride + position.offset * side.cache_token_stride;
+    return [=, &ambiguous](uint32_t head, uint32_t feature, auto pack) {
+      if (live_slot < 0) return;
+      store(target + head * side.cache_head_stride + feature, converter.convert(is_exact, head, pack, ambiguous));
+    };
+  });
 }
 
 // Some rows of one head in shared memory, on their way from tokens that adjoin to slots that adjoin.
@@ -134,12 +137,15 @@ __global__ void __launch_bounds__(THREADS)
   const int row = lane % TILE_TOKENS;
   const int64_t slot = row < num_rows ? slot_mapping[(first_token + row) * params.slot_stride] : -1;
   const Scale scale{is_value ? v_scale : k_scale, side.scale, side.scale_stride};
-  CacheConvert<scalar_t, cache_t, false> convert(scale.for_head(head));
+  const float head_scale = scale.of_head(head);
   const scalar_t* source = (is_value ? value : key) + first_token * side.token_stride + head * side.head_stride;
   const Rows<scalar_t> tokens{source, side.token_stride, static_cast<uint32_t>(num_rows), 0, lane, 32};
-  convert_rows<HEAD_SIZE, VEC, PACKS_IN_FLIGHT>(
-      tokens, true, convert, [&](uint32_t) { return head; },
-      [&](uint32_t token, uint32_t feature, auto pack) { store(tile_smem.row(token) + feature, pack); });
+  convert_rows<HEAD_SIZE, VEC, PACKS_IN_FLIGHT>(tokens, [&](auto is_exact, bool& ambiguous) {
+    const CacheConvert<scalar_t, cache_t, false> converter(scale, pinned(head_scale));
+    return [=, &ambiguous, &tile_smem](uint32_t token, uint32_t feature, auto pack) {
+      store(tile_smem.row(token) + feature, converter.convert(is_exact, head, pack, ambiguous));
+    };
+  });
   __syncwarp();
 
   cache_t* cache = (is_value ? value_cache : key_cache) + head * side.cache_head_stride;

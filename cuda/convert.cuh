@@ -26,7 +26,6 @@ struct Scale {
   int stride;  // 0: all heads share the first element
 
   __device__ __forceinline__ float of_head(int head) const { return array == nullptr ? number : array[head * stride]; }
-  __device__ __forceinline__ Scale for_head(int head) const { return {nullptr, of_head(head), 0}; }
 };
 
 // x / divisor rounded as IEEE division rounds, for a positive normal divisor, in a few instructions. The divisor's
@@ -56,13 +55,12 @@ struct Quantizer {
   float reciprocal_low, reciprocal_high;
 
   __device__ __forceinline__ explicit Quantizer(float scale) : scale(scale) {
-    const float reciprocal = __frcp_rn(scale);
-    const bool is_power_of_two = fmaf(reciprocal, scale, -1.0f) == 0.0f;
-    // Wider than the roundings of reciprocal, product and quotient together, 3 x 2^-24. A subnormal reciprocal has lost
-    // bits: an open interval sends every value to the division.
-    const bool is_subnormal = reciprocal < 0x1p-126f;
-    reciprocal_low = is_subnormal ? 0.0f : is_power_of_two ? reciprocal : reciprocal * (1 - 0x1p-22f);
-    reciprocal_high = is_subnormal ? CUDART_INF_F : is_power_of_two ? reciprocal : reciprocal * (1 + 0x1p-22f);
+    const float reciprocal = approximate_reciprocal(scale);
+    const bool is_exact = fmaf(reciprocal, scale, -1.0f) == 0.0f;  // a power of two
+    // Wider than an error of the reciprocal of 2^-23 and roundings of product and quotient of 2^-24 each. Where the
+    // reciprocal was too small to be told from 0, an open interval sends every value to the division.
+    reciprocal_low = is_exact ? reciprocal : reciprocal * (1 - 0x1p-21f);
+    reciprocal_high = is_exact ? reciprocal : reciprocal == 0.0f ? CUDART_INF_F : reciprocal * (1 + 0x1p-21f);
   }
 
   // Sets `ambiguous` if a code may be off by one.
@@ -91,76 +89,57 @@ struct Quantizer {
   template <class scalar_t, int N, class Codes>
   static __device__ __forceinline__ Pack<cache_t, N> map_pairs(const Pack<scalar_t, N>& pack,
                                                                const Codes& codes_of_pair) {
+    using pair_t = typename Word<N == 1 ? 1 : 2>::type;
     Pack<cache_t, N> codes;
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
-      const int j = N == 1 ? 0 : i + 1;
-      const uint32_t pair = codes_of_pair(to_float(pack.get(i)), to_float(pack.get(j)));
-      codes.set(j, code(pair >> 8));
-      codes.set(i, code(pair & 0xff));
+      const uint32_t pair = codes_of_pair(to_float(pack.get(i)), to_float(pack.get(N == 1 ? 0 : i + 1)));
+      codes.set_bits(i, static_cast<pair_t>(pair));
     }
     return codes;
   }
-
-  static __device__ __forceinline__ cache_t code(uint32_t bits) {
-    cache_t code;
-    code.__x = static_cast<__nv_fp8_storage_t>(bits);
-    return code;
-  }
 };
 
-// What a pack of a head becomes in the cache: codes by the common or the head's own scale. The quick conversion
-// remembers whether it met a pack that needs the exact one; the caller then converts all it has again.
+// Which of the two conversions a pass over the rows makes.
+template <bool VALUE>
+struct IsExact {};
+
+// What a pack of a head becomes in the cache: codes by the common or the head's own scale. The quick conversion says
+// whether it met a pack that needs the exact one; the caller then converts all it has again.
 template <class scalar_t, class cache_t, bool SCALE_PER_HEAD>
 struct CacheConvert {
   Scale scale;
   Quantizer<cache_t> common;
-  bool needs_exact = false;
 
-  __device__ __forceinline__ explicit CacheConvert(const Scale& scale) : scale(scale), common(scale.of_head(0)) {}
+  __device__ __forceinline__ CacheConvert(const Scale& scale, float common) : scale(scale), common(common) {}
 
-  template <int N>
-  __device__ __forceinline__ Pack<cache_t, N> quick(int head, const Pack<scalar_t, N>& pack) {
-    return quantizer(head).multiply(pack, needs_exact);
-  }
-  template <int N>
-  __device__ __forceinline__ Pack<cache_t, N> exact(int head, const Pack<scalar_t, N>& pack) const {
-    return quantizer(head).divide(pack);
-  }
-  __device__ __forceinline__ Quantizer<cache_t> quantizer(int head) const {
-    if constexpr (SCALE_PER_HEAD) return Quantizer<cache_t>(scale.of_head(head));
-    return common;
+  template <bool IS_EXACT, int N>
+  __device__ __forceinline__ Pack<cache_t, N> convert(IsExact<IS_EXACT>, int head, const Pack<scalar_t, N>& pack,
+                                                      bool& ambiguous) const {
+    const Quantizer<cache_t> quantizer = SCALE_PER_HEAD ? Quantizer<cache_t>(scale.of_head(head)) : common;
+    if constexpr (IS_EXACT) return quantizer.divide(pack);
+    return quantizer.multiply(pack, ambiguous);
   }
 };
 
 // An unquantised cache holds the bits it was given, NaN payloads included.
 template <class scalar_t, bool SCALE_PER_HEAD>
 struct CacheConvert<scalar_t, scalar_t, SCALE_PER_HEAD> {
-  static constexpr bool needs_exact = false;
+  __device__ __forceinline__ CacheConvert(const Scale&, float) {}
 
-  __device__ __forceinline__ explicit CacheConvert(const Scale&) {}
-
-  template <int N>
-  __device__ __forceinline__ Pack<scalar_t, N> quick(int, const Pack<scalar_t, N>& pack) const {
-    return pack;
-  }
-  template <int N>
-  __device__ __forceinline__ Pack<scalar_t, N> exact(int, const Pack<scalar_t, N>& pack) const {
+  template <bool IS_EXACT, int N>
+  __device__ __forceinline__ Pack<scalar_t, N> convert(IsExact<IS_EXACT>, int, const Pack<scalar_t, N>& pack,
+                                                       bool&) const {
     return pack;
   }
 };
 
-// Copies rows, each of one head (see copy_rows), on their way through a conversion: put(row, feature, converted pack).
-template <int SIZE, int VEC, int PACKS_IN_FLIGHT, class scalar_t, class Convert, class HeadOf, class Put>
-__device__ __forceinline__ void convert_rows(const Rows<scalar_t>& rows, bool live, Convert& convert,
-                                             const HeadOf& head_of, const Put& put) {
-  copy_rows<SIZE, VEC, PACKS_IN_FLIGHT>(rows, live, [&](uint32_t row, uint32_t feature, auto pack) {
-    put(row, feature, convert.quick(head_of(row), pack));
-  });
-  if (convert.needs_exact)
-    copy_rows<SIZE, VEC, 1>(rows, live, [&](uint32_t row, uint32_t feature, auto pack) {
-      put(row, feature, convert.exact(head_of(row), pack));
-    });
+// Copies rows through a conversion (see copy_rows): `ready(IsExact<..>, ambiguous)` returns the `put` of a pass.
+template <int SIZE, int VEC, int PACKS_IN_FLIGHT, class scalar_t, class Ready>
+__device__ __forceinline__ void convert_rows(const Rows<scalar_t>& rows, const Ready& ready) {
+  bool ambiguous = false;
+  copy_rows<SIZE, VEC, PACKS_IN_FLIGHT>(rows, [&] { return ready(IsExact<false>{}, ambiguous); });
+  if (ambiguous) copy_rows<SIZE, VEC, 1>(rows, [&] { return ready(IsExact<true>{}, ambiguous); });
 }
 
 }  // namespace pagedkv

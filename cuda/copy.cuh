@@ -41,8 +41,11 @@ struct Pack {
     memcpy(&element, reinterpret_cast<const char*>(&word) + i * sizeof(T), sizeof(T));
     return element;
   }
-  __device__ __forceinline__ void set(int i, T element) {
-    memcpy(reinterpret_cast<char*>(&word) + i * sizeof(T), &element, sizeof(T));
+  __device__ __forceinline__ void set(int i, T element) { set_bits(i, element); }
+  // Sets as many elements from the i-th on as the value has bits for.
+  template <class U>
+  __device__ __forceinline__ void set_bits(int i, U value) {
+    memcpy(reinterpret_cast<char*>(&word) + i * sizeof(T), &value, sizeof(U));
   }
 };
 
@@ -82,9 +85,10 @@ struct Rows {
 
 // put(row, element, pack) for all of the rows, which have SIZE elements. Adjacent lanes take adjacent packs, and each
 // loads PACKS_IN_FLIGHT before it puts the first. Prefix and tail of a row, together one pack, follow element by
-// element. `live` gates `put` alone: no load waits for what decides it.
-template <int SIZE, int VEC, int PACKS_IN_FLIGHT, class scalar_t, class Put>
-__device__ __forceinline__ void copy_rows(const Rows<scalar_t>& rows, bool live, const Put& put) {
+// element. `put` is what `ready()` returns, which is called after loads have been issued: they do not wait for what it
+// needs.
+template <int SIZE, int VEC, int PACKS_IN_FLIGHT, class scalar_t, class Ready>
+__device__ __forceinline__ void copy_rows(const Rows<scalar_t>& rows, const Ready& ready) {
   static_assert(SIZE % VEC == 0, "packs cover a row");
   constexpr uint32_t ROW_PACKS = SIZE / VEC;
   const uint32_t row_packs = ROW_PACKS - (rows.prefix != 0);
@@ -97,7 +101,7 @@ __device__ __forceinline__ void copy_rows(const Rows<scalar_t>& rows, bool live,
       if (row < rows.num_rows && pack < row_packs)
         packs[i] = load<VEC>(rows.source + row * rows.row_stride + (rows.prefix + pack * VEC));
     }
-    if (!live) continue;
+    const auto put = ready();
 #pragma unroll
     for (uint32_t i = 0; i < PACKS_IN_FLIGHT; i++) {
       const uint32_t row = (first + i * rows.lanes) / ROW_PACKS, pack = (first + i * rows.lanes) % ROW_PACKS;
@@ -105,7 +109,8 @@ __device__ __forceinline__ void copy_rows(const Rows<scalar_t>& rows, bool live,
     }
   }
 
-  if (rows.prefix == 0 || !live) return;
+  if (rows.prefix == 0) return;
+  const auto put = ready();
   for (uint32_t end = rows.lane; end < rows.num_rows * VEC; end += rows.lanes) {
     const uint32_t row = end / VEC, element = end % VEC < rows.prefix ? end % VEC : SIZE - VEC + end % VEC;
     put(row, element, load<1>(rows.source + row * rows.row_stride + element));

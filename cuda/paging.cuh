@@ -9,13 +9,10 @@ struct SlotPosition {
   int32_t offset;
 };
 
-// Slot s is block s / block_size, offset s % block_size. Slots beyond 31 bits are legal and rare, and a 64-bit division
-// costs many times a multiplication.
+// Slot s is block s / block_size, offset s % block_size.
 __device__ __forceinline__ SlotPosition locate(int64_t slot, const FastDivisor& block_size) {
-  const uint32_t low = static_cast<uint32_t>(slot);
-  if (slot >> 31 != 0) return {slot / block_size.divisor, static_cast<int32_t>(slot % block_size.divisor)};
-  const uint32_t block = block_size.divide(low);
-  return {block, static_cast<int32_t>(low - block * block_size.divisor)};
+  const int64_t block = block_size.divide(slot);
+  return {block, static_cast<int32_t>(slot - block * block_size.divisor)};
 }
 
 }  // namespace pagedkv

@@ -5,14 +5,14 @@
 
 namespace pagedkv {
 
-// Division of numbers below 2^31 by one that the host knows: (high(x * multiplier) + x) >> shift
+// Division of numbers below 2^63 by one that the host knows, without a branch: (high(x * multiplier) + x) >> shift
 // (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994).
 struct FastDivisor {
+  uint64_t multiplier;
   uint32_t divisor;
-  uint32_t multiplier;
   uint32_t shift;
 
-  __device__ __forceinline__ uint32_t divide(uint32_t x) const { return (__umulhi(x, multiplier) + x) >> shift; }
+  __device__ __forceinline__ uint64_t divide(uint64_t x) const { return (__umul64hi(x, multiplier) + x) >> shift; }
 };
 
 // One side (K or V) of a cache write. Strides are in elements.

@@ -10,4 +10,21 @@ __device__ __forceinline__ float multiply_ieee(float x, float y) {
   return product;
 }
 
+// 1 / x within one unit in the last place, and 0 where that would be subnormal: no branch, unlike 1.0f / x.
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+}
+
+// The value itself. The compiler cannot see that, and computes what follows from it here and not earlier.
+__device__ __forceinline__ long long pinned(long long x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+__device__ __forceinline__ float pinned(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
+
 }  // namespace pagedkv

@@ -10,6 +10,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 UINT8 = np.dtype(np.uint8)
 UINT32 = np.dtype(np.uint32)
+UINT64 = np.dtype(np.uint64)
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 

@@ -49,7 +49,7 @@ def source_folder() -> Path:
 def expanded_source(file: str, folder: Path | None = None) -> str:
     """The text of a ``.cu`` file with its quoted includes in place, and the asserts on parameter structs behind it."""
     folder = source_folder() if folder is None else folder
-    return _expand(folder, file, seen=set()) + static_asserts()
+    return f"{_expand(folder, file, seen=set())}\n{static_asserts()}"
 
 
 def _expand(folder: Path, file: str, seen: set[str]) -> str:
@@ -63,7 +63,7 @@ def _expand(folder: Path, file: str, seen: set[str]) -> str:
             lines.append(f'#line {number + 1} "cuda/{file}"')
         else:
             lines.append(line)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def arch_options(capability: str) -> tuple[str, ...]:

@@ -9,14 +9,14 @@ from itertools import count
 
 import numpy as np
 
-from .dtypes import FLOAT32, INT32, INT64, UINT32
+from .dtypes import FLOAT32, INT32, INT64, UINT32, UINT64
 
 
 def _struct(**fields: np.dtype) -> np.dtype:
     return np.dtype(list(fields.items()), align=True)
 
 
-FAST_DIVISOR = _struct(divisor=UINT32, multiplier=UINT32, shift=UINT32)
+FAST_DIVISOR = _struct(multiplier=UINT64, divisor=UINT32, shift=UINT32)
 
 CACHE_WRITE_SIDE = _struct(
     token_stride=INT64,
@@ -48,9 +48,9 @@ STRUCTS = {
 
 
 def fast_divisor(divisor: int) -> tuple[int, int, int]:
-    """The fields of a ``FastDivisor``: ``(high(x * multiplier) + x) >> shift`` is ``x // divisor`` for x below 2^31."""
+    """The fields of a ``FastDivisor``: ``(high(x * multiplier) + x) >> shift`` is ``x // divisor`` for x below 2^63."""
     shift = (divisor - 1).bit_length()
-    return divisor, (2**32 * (2**shift - divisor)) // divisor + 1, shift
+    return (2**64 * (2**shift - divisor)) // divisor + 1, divisor, shift
 
 
 def static_asserts() -> str:

@@ -21,13 +21,13 @@ LARGEST_GRID = 2**31 - 1
 # Few tokens want latency, many want bandwidth; tuned on an H200.
 FEW_TOKENS = 512
 
-# Flash layouts: packs that a lane keeps in flight and threads of a CTA, by whether the cache is fp8 and the tokens are
-# few. Short CTAs come closest to a plain copy; a conversion pays for what each thread sets up by longer turns.
-FLASH_WRITE_SHAPES = {(False, True): (4, 64), (False, False): (4, 64), (True, True): (2, 64), (True, False): (8, 32)}
+# Flash layouts: packs that a lane keeps in flight, and threads of a CTA. Short CTAs come closest to a plain copy.
+FEW_FLASH = (2, 64)
+MANY_FLASH, MANY_FLASH_FP8 = (4, 32), (4, 64)
 
-# Packed layout: tokens that a warp turns at once. Sixteen 16-bit slots of a feature are one 32-byte sector.
-TILE_TOKENS = {True: 8, False: 16}
-PACKED_WRITE_THREADS = 128
+# Packed layout: tokens that a warp turns at once, and threads of a CTA. Sixteen 16-bit slots of a feature are one
+# 32-byte sector.
+FEW_PACKED, MANY_PACKED = (8, 128), (16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ def plan_flash_write(problem: CacheWrite) -> Launch:
 def plan_packed_write(problem: CacheWrite) -> Launch:
     """A warp per tile of tokens and head."""
     instance = packed_write_instance(problem)
-    tile_tokens = instance.arguments[5]
+    *_, tile_tokens, threads = instance.arguments
     warps = -(-problem.num_tokens // tile_tokens) * problem.cache.shape.num_kv_heads
-    return _launch(problem, instance, -(-warps * 32 // PACKED_WRITE_THREADS), PACKED_WRITE_THREADS, 0)
+    return _launch(problem, instance, -(-warps * 32 // threads), threads, 0)
 
 
 def _launch(problem: CacheWrite, instance: Instance, ctas: int, threads: int, lanes_log2: int) -> Launch:
@@ -100,7 +100,8 @@ def flash_write_instance_for(
 ) -> Instance:
     """The NHD and HND write that moves ``vec`` elements at once."""
     dtypes = (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], str(scale_per_head).lower())
-    arguments = (*dtypes, head_size, vec, *FLASH_WRITE_SHAPES[is_fp8(cache_format), few])
+    many = MANY_FLASH_FP8 if is_fp8(cache_format) else MANY_FLASH
+    arguments = (*dtypes, head_size, vec, *(FEW_FLASH if few else many))
     return Instance("cache_write.cu", "reshape_and_cache_flash", arguments)
 
 
@@ -109,7 +110,7 @@ def packed_write_instance_for(
 ) -> Instance:
     """The packed write that moves ``vec`` elements at once."""
     dtypes = (CUDA_NAMES[dtype], CUDA_NAMES[cache_format])
-    arguments = (*dtypes, head_size, block_size, vec, TILE_TOKENS[few], PACKED_WRITE_THREADS)
+    arguments = (*dtypes, head_size, block_size, vec, *(FEW_PACKED if few else MANY_PACKED))
     return Instance("cache_write.cu", "reshape_and_cache", arguments)
 
 
