@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import cupy
 import numpy as np
 
@@ -176,16 +177,16 @@ class WriteBench:
     # ---- check ------------------------------------------------------------------------------------------------------
 
     def _check(self, kind: Kind, arguments: dict[str, Any]) -> None:
-        """RuntimeError unless every token is in its place, bit for bit, and the spare blocks are as they were."""
+        """An error unless every token is in its place, bit for bit, and the spare blocks are as they were."""
         block, offset = cupy.divmod(arguments["slot_mapping"], self.block_size)
         for rows_name, cache_name, scale in (("key", "key_cache", "k_scale"), ("value", "value_cache", "v_scale")):
             cache, rows = arguments[cache_name], arguments[rows_name]
             stored = self._tokens(kind, cache, block, offset).reshape(rows.shape)
             for got, want in self._pairs(kind, stored, rows, SCALES[scale]):
                 if not bool((got == want).all()):
-                    raise RuntimeError(f"{kind}: {cache_name} is wrong, so its write is not timed")
+                    raise _not_timed(kind, f"{cache_name} is wrong")
             if not bool((cache[-SPARE_BLOCKS:].view(np.uint8) == POISON_BYTE).all()):
-                raise RuntimeError(f"{kind}: {cache_name} changed where no token is, so its write is not timed")
+                raise _not_timed(kind, f"{cache_name} changed where no token is")
 
     @staticmethod
     def _tokens(kind: Kind, cache: cupy.ndarray, block: cupy.ndarray, offset: cupy.ndarray) -> cupy.ndarray:
@@ -201,6 +202,10 @@ class WriteBench:
             return
         picked = np.unique(np.linspace(0, len(rows) - 1, CHECKED_TOKENS).astype(int))
         yield stored[picked].get(), reference.encoded(rows[picked].get(), kind.kv_cache_dtype, scale)
+
+
+def _not_timed(kind: Kind, what: str) -> click.ClickException:
+    return click.ClickException(f"{kind.layout}, {kind.kv_cache_dtype}: {what}, so its write is not timed")
 
 
 def environment() -> dict[str, Any]:
