@@ -20,7 +20,7 @@ __device__ __forceinline__ void for_each_pack(const uint4* source, int64_t num_p
   }
 }
 
-// Reads all packs. They are folded into a value that is stored only if it equals one that random data never gives, so
+// Reads all packs. They are folded into a value that is stored only if it equals one that random data hardly gives, so
 // that the loads have a use.
 template <int IN_FLIGHT>
 __global__ void read_packs(const uint4* __restrict__ source,  // [num_packs]
@@ -39,6 +39,7 @@ __global__ void copy_packs(uint4* __restrict__ target,        // [num_packs]
   for_each_pack<IN_FLIGHT>(source, params.num_packs, [&](int64_t i, uint4 pack) { target[i] = pack; });
 }
 
+// A template like the others, since kernels are found by their template arguments.
 template <int UNUSED>
 __global__ void empty_kernel() {}
 

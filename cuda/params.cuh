@@ -1,5 +1,5 @@
 // By-value parameter structs, one per kernel family. pagedkv/params.py mirrors each field in NumPy and appends
-// static_asserts on sizes and offsets to every compiled source.
+// static_asserts on sizes and order to every compiled source.
 #pragma once
 #include "types.cuh"
 
@@ -23,7 +23,7 @@ struct CacheWriteSide {
   int64_t cache_token_stride;  // flash layouts only: the packed layout fixes its inner axes
   int64_t cache_head_stride;
   float scale;           // used where the kernel's scale pointer is null
-  int32_t scale_stride;  // 0: one scale, 1: one per head
+  int32_t scale_stride;  // between the scales of heads, 0 where all share one
 };
 
 struct CacheWriteParams {

@@ -49,11 +49,11 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay 
 class LaunchReplay:
     """Makes one launch again on other addresses, on the stream that is then current."""
 
-    __slots__ = ("block", "device", "framework", "grid", "kernel", "params")
+    __slots__ = ("device", "framework", "grid", "kernel", "params", "threads")
 
     def __init__(self, launch: Launch, framework: str, device: int) -> None:
         self.kernel = kernels.load(launch.instance, device)
-        self.grid, self.block, self.params = launch.grid, (launch.threads,), launch.params
+        self.grid, self.threads, self.params = launch.grid, (launch.threads,), launch.params
         self.framework, self.device = framework, device
 
     def __call__(self, pointers: Pointers) -> None:
@@ -62,7 +62,7 @@ class LaunchReplay:
                 return self(pointers)
         # None is CuPy's own current stream, which the launch finds faster than we do.
         stream = None if self.framework == "cupy" else _stream(self.framework, self.device)
-        self.kernel(self.grid, self.block, (*pointers, self.params), stream=stream)
+        self.kernel(self.grid, self.threads, (*pointers, self.params), stream=stream)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Checks of what slots, ids and lengths hold, on NumPy arrays: always on the NumPy and PTX backends, on cuda inside
+"""Checks of what slots, ids and lengths hold, on NumPy arrays: always on the NumPy backend, on cuda inside
 ``checked()``. Only what would be read or written is looked at."""
 
 import numpy as np

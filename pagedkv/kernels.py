@@ -16,7 +16,7 @@ NAMESPACE = "pagedkv"
 # CuPy adds -ftz=true to what it compiles; so does everything else here, so that all compile the same code.
 OPTIONS = ("-std=c++17",)
 FLUSH_SUBNORMALS = "-ftz=true"
-# Architectures with instructions that exist under their own name only (wgmma, setmaxnreg).
+# Compute capabilities whose full instruction set (on Hopper wgmma and setmaxnreg) has an architecture of its own.
 ARCH_SPECIFIC = ("90",)
 
 

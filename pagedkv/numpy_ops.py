@@ -69,7 +69,7 @@ def _per_head(scale: Scale) -> np.ndarray:
 
 @dataclass(slots=True)
 class Sequence:
-    """One sequence of a read: its rows of the query, where they stand, and the keys some of them sees."""
+    """One sequence of a read: its rows of the query, where they stand, and the keys that some of them see."""
 
     rows: slice
     query_pos: np.ndarray  # [num_queries]

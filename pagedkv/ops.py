@@ -1,9 +1,8 @@
 """The public ops. Each builds a validated problem and hands it to the backend of its arrays.
 
 Arrays may come from NumPy, CuPy, torch, JAX or anything with DLPack or ``__cuda_array_interface__``; the first argument
-decides device, stream and the framework of what is returned. Errors come before anything is written: ValueError (shape,
-value, read-only target), TypeError (dtype, kind, mixed devices), NotImplementedError (legal, not built). What slots,
-block ids and lengths hold is checked on the host and inside ``checked()``; elsewhere reading it would synchronise.
+decides device, stream and the framework of what is returned. Errors come before anything is written. What slots, block
+ids and lengths hold is checked on the host and inside ``checked()``; elsewhere reading it would synchronise.
 """
 
 from types import ModuleType
@@ -35,18 +34,21 @@ def reshape_and_cache(
     slot_mapping: ``[num_tokens]``, signed integers; block ``slot // block_size``, offset ``slot % block_size``,
         negative for none. It may be shorter than key: rows past it are padding.
     kv_cache_dtype: ``"auto"`` (the cache has the key's dtype), ``"fp8"`` = ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
-    k_scale, v_scale: None (1), a positive number, or float32 ``[1]`` or ``[num_kv_heads]``; an fp8 cache holds
-        ``saturate(x / scale)``, others ignore them.
+    k_scale, v_scale: None (1), a positive number, or float32 ``[1]`` or ``[num_kv_heads]``, both per head or neither;
+        an fp8 cache holds ``saturate(x / scale)``, others ignore them.
 
-    Raises as the module says; on the host also IndexError for a slot past the cache and ValueError for one named twice
-    (undefined on cuda outside ``checked()``). Layout and op are those of vLLM's removed ``cache_kernels``.
+    Raises, before anything is written, ValueError (shape, value, read-only target), TypeError (dtype, kind, mixed
+    devices, JAX target; on cuda slots that are not int64 under graph capture) or NotImplementedError (legal, not
+    built). On the host and inside ``checked()`` also IndexError for a slot past the cache and ValueError for one named
+    twice, which elsewhere is undefined. Not checked: whether arrays overlap. Layout and op are those of vLLM's removed
+    ``cache_kernels``.
 
     >>> key_cache = numpy.zeros((num_blocks, 8, 128 // 8, 16, 8), numpy.float16)
     >>> value_cache = numpy.zeros((num_blocks, 8, 128, 16), numpy.float16)
     >>> reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
     """
     arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    _write("reshape_and_cache", arrays, kv_cache_dtype, "packed")
+    _write("reshape_and_cache", arrays, kv_cache_dtype=kv_cache_dtype, packed=True)
 
 
 def reshape_and_cache_flash(
@@ -67,6 +69,7 @@ def reshape_and_cache_flash(
     key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` (``layout="NHD"``) or
         ``[num_blocks, num_kv_heads, block_size, head_size]`` (``"HND"``), of the key's dtype or uint8 / float8;
         written. Any strides whose last axis is contiguous, each cache its own.
+    layout: ``"NHD"`` or ``"HND"``, the order of the two middle axes of both caches.
     slot_mapping, kv_cache_dtype, k_scale, v_scale: as in ``reshape_and_cache``, which also says what is raised.
 
     The op is vLLM's ``reshape_and_cache_flash``.
@@ -76,7 +79,7 @@ def reshape_and_cache_flash(
     >>> reshape_and_cache_flash(key, value, cache[0], cache[1], slot_mapping)
     """
     arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    _write("reshape_and_cache_flash", arrays, kv_cache_dtype, layout)
+    _write("reshape_and_cache_flash", arrays, kv_cache_dtype=kv_cache_dtype, packed=False, layout=layout)
 
 
 def paged_attention_v1(
@@ -115,9 +118,11 @@ def paged_attention_v1(
     out, lse_out: where results go: the query's shape and dtype, and float32 ``[num_heads, num_seqs]``.
     return_lse: also return the natural logarithm of the softmax denominator, ``[num_heads, num_seqs]``.
 
-    A sequence without visible keys gives 0 and an LSE of -inf (of the sink, where there is one). Raises as the module
-    says; a float32 query on an fp8 cache is a NotImplementedError. After Kwon et al., "Efficient Memory Management for
-    Large Language Model Serving with PagedAttention" (2023).
+    A sequence without visible keys gives 0 and an LSE of -inf (of the sink, where there is one). Raises, before
+    anything is written, ValueError (shape, value, read-only target), TypeError (dtype, kind, mixed devices, JAX target)
+    or NotImplementedError (legal, not built: a float32 query on an fp8 cache, arrays on a device); on the host and
+    inside ``checked()`` IndexError for a visible block id or a length outside the cache or the table. After Kwon et
+    al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
 
     >>> out = paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens)
     >>> out, lse = paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens, return_lse=True)
@@ -175,7 +180,11 @@ def paged_attention(
     seq_lens: Any,
     **options: Any,
 ) -> Any:
-    """``paged_attention_v1`` or ``v2``, whichever suits the shapes; takes the arguments of v2.
+    """``paged_attention_v1`` or ``v2``, whichever suits the shapes.
+
+    query, key_cache, value_cache, block_tables, seq_lens: as in ``paged_attention_v1``, which also says what is raised.
+
+    Keyword arguments are those of ``paged_attention_v2``, and so is what is returned.
 
     >>> out = paged_attention(query, key_cache, value_cache, block_tables, seq_lens, softcap=30.0)
     """
@@ -233,8 +242,10 @@ def flash_attn_varlen_func(
     out, lse_out: where results go: the query's shape and dtype, and float32 ``[num_heads, num_tokens]``.
     workspace: flat uint8 of at least ``workspace_nbytes("flash_attn_varlen_func", ...)`` bytes, of any content.
     return_softmax_lse: also return the natural logarithm of the softmax denominator.
+    layout: ``"NHD"`` or ``"HND"``, the order of the two middle axes of both caches.
 
-    Raises as the module says. Name and arguments are FlashAttention's; after Dao et al., "FlashAttention" (2022).
+    Raises what ``paged_attention_v1`` raises. Name and arguments are FlashAttention's; after Dao et al.,
+    "FlashAttention" (2022).
 
     >>> out = flash_attn_varlen_func(
     ...     q, k_cache, v_cache, cu_seqlens_q=starts, seqused_k=lens, block_table=table, causal=True
@@ -261,7 +272,8 @@ def merge_attn_states(
         saw nothing, and its output is not looked at.
     out, lse_out: where results go, in the shapes and dtypes of the prefix.
 
-    Two empty sides give 0 and -inf. Raises as the module says. After section 2.2 of Ye et al., "Cascade Inference"
+    Two empty sides give 0 and -inf. Raises ValueError (shape, read-only target), TypeError (dtype, mixed devices, JAX
+    target) or NotImplementedError (arrays on a device, so far). After section 2.2 of Ye et al., "Cascade Inference"
     (2024), and vLLM's ``merge_attn_states``.
 
     >>> out, lse = merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse)
@@ -272,10 +284,10 @@ def merge_attn_states(
     return out, deliver(merge.lse_out, merge.prefix_output) if lse_out is None else lse_out
 
 
-def _write(op: str, arrays: tuple[Any, ...], kv_cache_dtype: str, layout: str) -> None:
-    call = Call(op, arrays, (kv_cache_dtype, layout))
+def _write(op: str, arrays: tuple[Any, ...], **options: Any) -> None:
+    call = Call(op, arrays, tuple(options.values()))
     if not call.replay():
-        write = validate.cache_write(*arrays, kv_cache_dtype=kv_cache_dtype, kv_layout=layout)
+        write = validate.cache_write(*arrays, **options)
         call.remember(_run(op, write, write.key))
 
 

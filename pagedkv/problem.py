@@ -70,8 +70,8 @@ class Attention:
     seq_lens: ArrayView
     query_start_loc: ArrayView | None
     options: ScoreOptions
-    out: ArrayView
-    lse_out: ArrayView | None
+    out: ArrayView | None = None  # set, in a problem that a backend gets
+    lse_out: ArrayView | None = None
     max_query_len: int | None = None
     max_seq_len: int | None = None
     partition_size: int = 0  # decode: keys per partition, 0 for a single pass

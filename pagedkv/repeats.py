@@ -39,7 +39,10 @@ class Call:
 
     def replay(self) -> bool:
         """Launches what an equal call launched; False if there was none."""
-        replay = _replays.get(self.key)
+        try:
+            replay = _replays.get(self.key)
+        except TypeError:  # an option that cannot be hashed: validation says what is wrong with it
+            self.key = replay = None
         if replay is None:
             return False
         replay(self.pointers)

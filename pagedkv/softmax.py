@@ -1,4 +1,4 @@
-"""The state of an online softmax in NumPy: what cuda/softmax.cuh is on the device."""
+"""The state of an online softmax in NumPy: partial results of attention, and how they merge."""
 
 from dataclasses import dataclass
 

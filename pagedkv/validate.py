@@ -4,6 +4,7 @@ What slots, ids and lengths hold is checked in ``indices.py``, since on a device
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,10 @@ def cache_write(
     v_scale: Any = None,
     *,
     kv_cache_dtype: str,
-    kv_layout: str,
+    packed: bool,
+    layout: str | None = None,
 ) -> CacheWrite:
-    """The problem of both writes; ``kv_layout`` is ``"packed"``, ``"NHD"`` or ``"HND"``."""
+    """The problem of both writes; the packed one has no ``layout``."""
     names = ("key_cache", "value_cache")
     key, value = view(key, "key"), view(value, "value")
     caches = view(key_cache, names[0]), view(value_cache, names[1])
@@ -41,10 +43,8 @@ def cache_write(
     checks.check_dtype(key, "key", FLOATS)
     checks.check_dtype(value, "value", (key.dtype,))
     common = {"dtype": key.dtype, "like": "key", "kv_cache_dtype": kv_cache_dtype, "scales": (k_scale, v_scale)}
-    if kv_layout == "packed":
-        cache = packed_cache(*caches, names, **common)
-    else:
-        cache = flash_cache(*caches, names, kv_layout, **common)
+    build = packed_cache if packed else partial(flash_cache, layout=layout)
+    cache = build(*caches, names, **common)
     checks.check_shape(key, "key", (None, cache.shape.num_kv_heads, cache.shape.head_size))
     for new, name in ((key, "key"), (value, "value")):
         checks.check_contiguous(new, name)
@@ -120,30 +120,34 @@ def _check_read(query: ArrayView, name: str, cache: PagedCache) -> None:
         raise NotImplementedError(f"{name}: expected float16 or bfloat16 for an fp8 cache, got float32")
 
 
-def _attention(
-    query: ArrayView,
-    cache: PagedCache,
-    options: ScoreOptions,
-    tables: dict[str, ArrayView | None],
-    *,
-    out: Any,
-    lse_out: Any,
-    return_lse: bool,
-    query_name: str,
-    **rest: Any,
+def _complete(
+    problem: Attention, arrays: dict[str, ArrayView | None], *, out: Any, lse_out: Any, return_lse: bool, workspace: Any
 ) -> Attention:
+    """Adds workspace and outputs to a problem. ``arrays``: all others by name, the query first."""
+    query, (query_name, *_) = problem.query, arrays
+    checks.check_same_device(arrays)
+    if workspace is not None:
+        workspace = _workspace(workspace, query, query_name, problem.num_partials)
     # Outputs come last: nothing is allocated for a call that fails.
-    (table_name, block_table), (_, seq_lens), *starts = tables.items()
-    checks.check_shape(block_table, table_name, (seq_lens.shape[0], None))
-    extras = {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
-    checks.check_same_device({query_name: query, "key_cache": cache.key, **tables, **extras})
     result = _output(out, "out", query, query.shape, query.dtype)
     lse = None
     if return_lse or lse_out is not None:
         lse = _output(lse_out, "lse_out", query, (query.shape[1], query.shape[0]), FLOAT32)
     checks.check_same_device({query_name: query, "out": result, "lse_out": lse})
-    query_start_loc = starts[0][1] if starts else None
-    return Attention(query, cache, block_table, seq_lens, query_start_loc, options, result, lse, **rest)
+    return replace(problem, out=result, lse_out=lse, workspace=workspace)
+
+
+def _workspace(workspace: Any, query: ArrayView, query_name: str, num_partials: int) -> ArrayView:
+    workspace = view(workspace, "workspace")
+    checks.check_dtype(workspace, "workspace", (UINT8,))
+    checks.check_ndim(workspace, "workspace", "nbytes")
+    checks.check_contiguous(workspace, "workspace")
+    checks.check_writable(workspace, "workspace")
+    checks.check_same_device({query_name: query, "workspace": workspace})
+    needed = partials_nbytes(*query.shape, num_partials)
+    if workspace.shape[0] < needed:
+        raise ValueError(wrong("workspace", f"at least {needed} bytes", workspace.shape[0]))
+    return workspace
 
 
 def paged_attention(
@@ -177,11 +181,10 @@ def paged_attention(
         *caches, names, dtype=query.dtype, like="query", kv_cache_dtype=kv_cache_dtype, scales=(k_scale, v_scale)
     )
     _check_read(query, "query", cache)
-    tables = {
-        "block_tables": checks.index_view(block_tables, "block_tables", "num_seqs max_blocks"),
-        "seq_lens": checks.index_view(seq_lens, "seq_lens", "num_seqs"),
-    }
-    checks.check_shape(tables["seq_lens"], "seq_lens", (query.shape[0],))
+    tables = checks.index_view(block_tables, "block_tables", "num_seqs max_blocks")
+    lens = checks.index_view(seq_lens, "seq_lens", "num_seqs")
+    checks.check_shape(lens, "seq_lens", (query.shape[0],))
+    checks.check_shape(tables, "block_tables", (query.shape[0], None))
     options = _options(
         scale,
         cache.shape.head_size,
@@ -192,26 +195,23 @@ def paged_attention(
         window_size=window_size,
         sinks=sinks,
     )
-    max_seq_len = checks.check_count(max_seq_len, "max_seq_len", minimum=0, none=None)
     size = 0
     if not single_pass:
         size = checks.check_count(partition_size, "partition_size", minimum=1, none=DEFAULT_PARTITION_SIZE)
-    problem = _attention(
+    problem = Attention(
         query,
         cache,
-        options,
         tables,
-        out=out,
-        lse_out=lse_out,
-        return_lse=return_lse,
-        query_name="query",
+        lens,
+        query_start_loc=None,
+        options=options,
         max_query_len=1,
-        max_seq_len=max_seq_len,
+        max_seq_len=checks.check_count(max_seq_len, "max_seq_len", minimum=0, none=None),
         partition_size=size,
-        workspace=None if workspace is None else view(workspace, "workspace"),
     )
-    check_workspace(problem)
-    return problem
+    arrays = {"query": query, "key_cache": cache.key, "block_tables": tables, "seq_lens": lens}
+    arrays |= {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+    return _complete(problem, arrays, out=out, lse_out=lse_out, return_lse=return_lse, workspace=workspace)
 
 
 def varlen_attention(
@@ -246,7 +246,7 @@ def varlen_attention(
         view(k, "k"),
         view(v, "v"),
         ("k", "v"),
-        layout,
+        layout=layout,
         dtype=query.dtype,
         like="q",
         kv_cache_dtype=kv_cache_dtype,
@@ -254,12 +254,11 @@ def varlen_attention(
         scale_names=("k_descale", "v_descale"),
     )
     _check_read(query, "q", cache)
-    tables = {
-        "block_table": checks.index_view(block_table, "block_table", "num_seqs max_blocks"),
-        "seqused_k": checks.index_view(seqused_k, "seqused_k", "num_seqs"),
-        "cu_seqlens_q": checks.index_view(cu_seqlens_q, "cu_seqlens_q", "num_seqs+1"),
-    }
-    checks.check_shape(tables["cu_seqlens_q"], "cu_seqlens_q", (tables["seqused_k"].shape[0] + 1,))
+    table = checks.index_view(block_table, "block_table", "num_seqs max_blocks")
+    lens = checks.index_view(seqused_k, "seqused_k", "num_seqs")
+    starts = checks.index_view(cu_seqlens_q, "cu_seqlens_q", "num_seqs+1")
+    checks.check_shape(starts, "cu_seqlens_q", (lens.shape[0] + 1,))
+    checks.check_shape(table, "block_table", (lens.shape[0], None))
     options = _options(
         softmax_scale,
         cache.shape.head_size,
@@ -273,37 +272,20 @@ def varlen_attention(
     )
     if causal:
         options = replace(options, window=(options.window[0], 0))
-    problem = _attention(
+    problem = Attention(
         query,
         cache,
-        options,
-        tables,
-        out=out,
-        lse_out=lse_out,
-        return_lse=return_softmax_lse,
-        query_name="q",
+        table,
+        lens,
+        query_start_loc=starts,
+        options=options,
         max_query_len=checks.check_count(max_seqlen_q, "max_seqlen_q", minimum=0, none=None),
         max_seq_len=checks.check_count(max_seqlen_k, "max_seqlen_k", minimum=0, none=None),
         num_splits=checks.check_count(num_splits, "num_splits", minimum=0, none=0),
-        workspace=None if workspace is None else view(workspace, "workspace"),
     )
-    check_workspace(problem)
-    return problem
-
-
-def check_workspace(problem: Attention) -> None:
-    """ValueError or TypeError unless a given workspace is flat, writable, large enough and where the query is."""
-    workspace = problem.workspace
-    if workspace is None:
-        return
-    checks.check_dtype(workspace, "workspace", (UINT8,))
-    checks.check_ndim(workspace, "workspace", "nbytes")
-    checks.check_contiguous(workspace, "workspace")
-    checks.check_writable(workspace, "workspace")
-    checks.check_same_device({"query": problem.query, "workspace": workspace})
-    needed = partials_nbytes(*problem.query.shape, problem.num_partials)
-    if workspace.shape[0] < needed:
-        raise ValueError(wrong("workspace", f"at least {needed} bytes", workspace.shape[0]))
+    arrays = {"q": query, "k": cache.key, "block_table": table, "seqused_k": lens, "cu_seqlens_q": starts}
+    arrays |= {"alibi_slopes": options.alibi_slopes, "s_aux": options.sinks}
+    return _complete(problem, arrays, out=out, lse_out=lse_out, return_lse=return_softmax_lse, workspace=workspace)
 
 
 # ---- merging --------------------------------------------------------------------------------------------------------

@@ -55,9 +55,8 @@ def _scale(scale: Any, name: str, num_kv_heads: int) -> Scale:
 def _scales(k_scale: Any, v_scale: Any, names: tuple[str, str], num_kv_heads: int) -> tuple[Scale, Scale]:
     k, v = (_scale(scale, name, num_kv_heads) for scale, name in zip((k_scale, v_scale), names, strict=True))
     if k.per_head != v.per_head:
-        raise ValueError(
-            wrong(names[1], f"{'a scale per head' if k.per_head else 'one scale'} like {names[0]}", "the other")
-        )
+        kinds = {True: "a scale per head", False: "one scale"}
+        raise ValueError(wrong(names[1], f"{kinds[k.per_head]} like {names[0]}", kinds[v.per_head]))
     return k, v
 
 
@@ -68,22 +67,24 @@ def _check_head_size(shape: CacheShape) -> None:
         raise NotImplementedError(wrong("head_size", f"at most {MAX_HEAD_SIZE}", shape.head_size))
 
 
-def flash_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], kv_layout: str, **common: Any) -> PagedCache:
-    checks.check_choice(kv_layout, "layout", layouts.FLASH_LAYOUTS)
+def flash_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], *, layout: str, **common: Any) -> PagedCache:
+    """An NHD or HND cache; ``common`` is what ``_paged_cache`` takes by keyword."""
+    checks.check_choice(layout, "layout", layouts.FLASH_LAYOUTS)
     axes = {
         "NHD": "num_blocks block_size num_kv_heads head_size",
         "HND": "num_blocks num_kv_heads block_size head_size",
     }
     for cache, name in zip((key, value), names, strict=True):
-        checks.check_ndim(cache, name, axes[kv_layout])
+        checks.check_ndim(cache, name, axes[layout])
         checks.check_contiguous(cache, name)
     checks.check_shape(value, names[1], key.shape)
-    shape = layouts.flash_shape(key, kv_layout)
-    strides = (layouts.flash_strides(cache, kv_layout) for cache in (key, value))
-    return _paged_cache(key, value, names, kv_layout, shape, *strides, **common)
+    shape = layouts.flash_shape(key, layout)
+    strides = (layouts.flash_strides(cache, layout) for cache in (key, value))
+    return _paged_cache(key, value, names, layout, shape, *strides, **common)
 
 
 def packed_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], **common: Any) -> PagedCache:
+    """A packed cache; ``common`` is what ``_paged_cache`` takes by keyword."""
     checks.check_ndim(key, names[0], "num_blocks num_kv_heads head_size/x block_size x")
     checks.check_ndim(value, names[1], "num_blocks num_kv_heads head_size block_size")
     shape = layouts.packed_shape(value)

@@ -1,6 +1,6 @@
 """Workspaces: where partial softmax states wait to be merged. Sizes are a function of shapes alone."""
 
-from .checks import check_choice, check_count
+from .checks import check_choice, check_count, wrong
 
 FLOAT_BYTES = 4
 DEFAULT_PARTITION_SIZE = 512  # keys; v2's when the caller leaves it open
@@ -30,8 +30,8 @@ def workspace_nbytes(
     max_seq_len: keys, the ``max_seq_len`` hint or ``max_blocks * block_size`` without one.
     partition_size, num_splits: as given to the op.
 
-    ValueError for another op or a negative size. The workspace may hold anything before the call; two calls in flight
-    never share one.
+    ValueError for another op or a negative size, TypeError for one that is no integer. The workspace may hold anything
+    before the call; two calls in flight never share one.
 
     >>> nbytes = workspace_nbytes("paged_attention_v2", num_tokens=8, num_heads=32, head_size=128, max_seq_len=4096)
     >>> workspace = numpy.empty(nbytes, numpy.uint8)
@@ -39,6 +39,8 @@ def workspace_nbytes(
     check_choice(op, "op", OPS)
     sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "head_size": head_size, "max_seq_len": max_seq_len}
     for name, size in sizes.items():
+        if size is None:
+            raise TypeError(wrong(name, "an integer", None))
         check_count(size, name, minimum=0, none=0)
     num_splits = check_count(num_splits, "num_splits", minimum=0, none=0)
     if op == "flash_attn_varlen_func":

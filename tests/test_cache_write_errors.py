@@ -196,8 +196,9 @@ def test_sizes_that_are_not_legal_or_not_built(backend, rng):
     assert_rejected(backend, "packed", blocks, ValueError, "block_size: expected one of (8, 16, 32, 64, 128, 256)")
     fp8 = rows(40) | caches("packed", 8, 40, np.uint8) | slots | {"kv_cache_dtype": "fp8"}
     assert_rejected(backend, "packed", fp8, ValueError, "head_size: expected a multiple of x = 16")
-    unknown = arguments(rng, "NHD") | {"layout": "NDH"}
-    assert_rejected(backend, "NHD", unknown, ValueError, "layout: expected one of NHD, HND, got 'NDH'")
+    for layout in ("NDH", "packed", None):  # packed caches have an op of their own
+        unknown = arguments(rng, "NHD") | {"layout": layout}
+        assert_rejected(backend, "NHD", unknown, ValueError, f"layout: expected one of NHD, HND, got {layout!r}")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

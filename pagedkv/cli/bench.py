@@ -1,5 +1,5 @@
-"""``pagedkv bench``: all benchmarks. Each checks before it times, measures its ceilings in the same run and leaves a
-record under ``results/<card>/``, from which tables are generated."""
+"""``pagedkv bench``: all benchmarks. Each checks before it times and measures its ceilings in the same run. With
+``--results`` it leaves a record in ``<folder>/<card>/``, from which tables are generated."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def write(results: Path | None, as_json: bool, tokens: tuple[int, ...], dtype: s
 
 
 @bench.command("report")
-@click.option("--results", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER",
+@click.option("--results", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
               default=Path("results"), show_default=True, help="Folder of records.")  # fmt: skip
 @click.option("--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="Put the tables between the markers of this file instead of printing them.")  # fmt: skip

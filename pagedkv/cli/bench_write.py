@@ -177,7 +177,7 @@ class WriteBench:
     # ---- check ------------------------------------------------------------------------------------------------------
 
     def _check(self, kind: Kind, arguments: dict[str, Any]) -> None:
-        """An error unless every token is in its place, bit for bit, and the spare blocks are as they were."""
+        """An error unless tokens are in their places, bit for bit (of fp8 a sample), and spare blocks as they were."""
         block, offset = cupy.divmod(arguments["slot_mapping"], self.block_size)
         for rows_name, cache_name, scale in (("key", "key_cache", "k_scale"), ("value", "value_cache", "v_scale")):
             cache, rows = arguments[cache_name], arguments[rows_name]

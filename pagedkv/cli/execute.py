@@ -95,8 +95,7 @@ def kernel_instance(op: str, arguments: dict[str, Any], backend: str) -> str | N
     }.get(op)
     if backend != "cuda" or choose is None:
         return None
-    options = dict(arguments)
-    return str(choose(validate.cache_write(kv_layout=options.pop("layout", "packed"), **options)))
+    return str(choose(validate.cache_write(packed=op == "reshape_and_cache", **arguments)))
 
 
 def _microseconds(launch: Callable[[], None], backend: str) -> float:

@@ -53,8 +53,8 @@ def write_markdown(record: Record) -> str:
         f"commit `{record['commit']}`: {shape['num_kv_heads']} x {shape['head_size']} {shape['dtype']}, "
         f"blocks of {shape['block_size']}, {record['method']}.",
         "",
-        "Few tokens: us, and how many more than an empty kernel. From 1,024: us, and the rate as a share of a plain "
-        "copy of the same bytes.",
+        "us, and for few tokens how many more than an empty kernel, for many the rate as a share of a plain copy of "
+        "the same bytes.",
         "",
         "| layout | cache | slots | " + " | ".join(f"{count:,}" for count in counts) + " |",
         "|---|---|---|" + "---:|" * len(counts),

@@ -14,7 +14,7 @@ from pagedkv.params import STREAM_PARAMS
 
 FLUSH_BYTES = 256 << 20
 WARMUPS = 3
-NEVER = 0x7654321  # random packs OR-folded over many megabytes give all ones
+NEVER = 0x7654321  # random packs hardly ever fold to this; a thread whose packs do stores one word
 PACK_BYTES = 16
 
 IN_FLIGHT = (1, 2, 4, 8)
@@ -77,9 +77,9 @@ class Stopwatch:
     def copy(self, nbytes: int) -> float:
         """Microseconds of the best plain copy of this many bytes: copy kernels and the driver's own."""
         source, target = random_bytes(nbytes), random_bytes(nbytes)
-        kernels = self._best("copy", nbytes, lambda *grid: launch_copy(target, source, *grid))
+        by_kernel = self._best("copy", nbytes, lambda *grid: launch_copy(target, source, *grid))
         memcpy = self.microseconds(lambda: target.data.copy_from_device_async(source.data, nbytes))
-        return min(kernels, memcpy)
+        return min(by_kernel, memcpy)
 
     def _best(self, ceiling: str, nbytes: int, launch: Callable[[Instance, int, int], None]) -> float:
         times = []
