@@ -65,13 +65,16 @@ struct Tile {
   __device__ __forceinline__ cache_t* row(int token) { return elements + token * ROW + token / GROUP * GROUP_SKEW; }
 };
 
+// In place of an offset, for a token without a slot. Strides may be negative, and so may offsets.
+inline constexpr int64_t NO_SLOT = -0x7fffffffffffffff;
+
 // K: 16 / sizeof(cache_t) features of a slot adjoin, then come the slots. Adjacent lanes store to adjacent slots.
-// `slot_offset` is where the slot of token lane % Tile::TOKENS begins in the head's part of the cache, negative for
-// none.
+// `slot_offset` is where the slot of token lane % Tile::TOKENS begins in the head's part of the cache, or
+// NO_SLOT.
 template <int HEAD_SIZE, int BLOCK_SIZE, int VEC, class cache_t, class Tile>
 __device__ __forceinline__ void store_keys(cache_t* cache, int64_t slot_offset, Tile& tile_smem) {
   constexpr int X = 16 / sizeof(cache_t), LANES_PER_TOKEN = 32 / Tile::TOKENS;
-  if (slot_offset < 0) return;
+  if (slot_offset == NO_SLOT) return;
   const int lane = threadIdx.x % 32;
   const cache_t* row_smem = tile_smem.row(lane % Tile::TOKENS);
 #pragma unroll
@@ -89,7 +92,7 @@ __device__ __forceinline__ void store_values(cache_t* cache, int64_t slot_offset
   const int lane = threadIdx.x % 32, token = lane % Tile::TOKENS;
 
   const int64_t group_offset = __shfl_sync(WARP, slot_offset, lane / VEC * VEC);
-  const bool in_pack = group_offset >= 0 && group_offset % VEC == 0 && slot_offset == group_offset + lane % VEC;
+  const bool in_pack = group_offset != NO_SLOT && group_offset % VEC == 0 && slot_offset == group_offset + lane % VEC;
   const uint32_t ragged_tokens = ~__ballot_sync(WARP, in_pack);
   const auto is_whole = [&](int group) { return (ragged_tokens >> group * VEC & ((1u << VEC) - 1)) == 0; };
 
@@ -105,7 +108,7 @@ __device__ __forceinline__ void store_values(cache_t* cache, int64_t slot_offset
     }
   }
 
-  if (slot_offset < 0 || is_whole(token / VEC)) return;
+  if (slot_offset == NO_SLOT || is_whole(token / VEC)) return;
 #pragma unroll 4
   for (int feature = lane / Tile::TOKENS; feature < HEAD_SIZE; feature += 32 / Tile::TOKENS)
     cache[slot_offset + feature * BLOCK_SIZE] = tile_smem.row(token)[feature];
@@ -153,9 +156,9 @@ __global__ void __launch_bounds__(THREADS)
   const int64_t block_offset = position.block * side.cache_block_stride;
   constexpr int X = 16 / sizeof(cache_t);
   if (is_value)
-    store_values<HEAD_SIZE, BLOCK_SIZE, VEC>(cache, slot < 0 ? -1 : block_offset + position.offset, tile_smem);
+    store_values<HEAD_SIZE, BLOCK_SIZE, VEC>(cache, slot < 0 ? NO_SLOT : block_offset + position.offset, tile_smem);
   else
-    store_keys<HEAD_SIZE, BLOCK_SIZE, VEC>(cache, slot < 0 ? -1 : block_offset + position.offset * X, tile_smem);
+    store_keys<HEAD_SIZE, BLOCK_SIZE, VEC>(cache, slot < 0 ? NO_SLOT : block_offset + position.offset * X, tile_smem);
 }
 
 }  // namespace pagedkv

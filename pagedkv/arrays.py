@@ -83,15 +83,24 @@ def _element_strides(strides: tuple[int, ...], itemsize: int, name: str) -> tupl
     return tuple(stride // itemsize for stride in strides)
 
 
+def _check_byte_order(dtype: np.dtype, name: str) -> None:
+    if not dtype.isnative:
+        raise TypeError(f"{name}: expected the machine's own byte order, got {dtype.str}")
+
+
 def _view_numpy(array: np.ndarray, name: str) -> ArrayView:
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}: expected an array, got {type(array).__name__}")
+    if type(array) is not np.ndarray:
+        array = array.view(np.ndarray)  # the memory alone: a masked array would apply its mask
+    _check_byte_order(array.dtype, name)
     strides = _element_strides(array.strides, array.itemsize or 1, name)
     return ArrayView(array.ctypes.data, array.shape, strides, array.dtype, HOST, array.flags.writeable, "numpy", array)
 
 
 def _view_cupy(array: Any, name: str) -> ArrayView:
     dtype = array.dtype
+    _check_byte_order(dtype, name)
     strides = _element_strides(array.strides, dtype.itemsize, name)
     return ArrayView(array.data.ptr, array.shape, strides, dtype, array.device.id, True, "cupy", array)
 
@@ -113,8 +122,14 @@ def _view_torch(tensor: Any, name: str) -> ArrayView:
         raise TypeError(f"{name}: expected a float, fp8 or integer dtype, got {tensor.dtype}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name}: expected a cpu or cuda tensor, got {tensor.device}")
+    if str(tensor.layout) != "torch.strided" or tensor.is_neg():
+        raise TypeError(f"{name}: expected a strided tensor without pending negation, got {_described(tensor)}")
     device = HOST if tensor.device.type == "cpu" else tensor.device.index
     return ArrayView(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device, True, "torch", tensor)
+
+
+def _described(tensor: Any) -> str:
+    return "one with pending negation (resolve_neg() copies it)" if tensor.is_neg() else f"layout {tensor.layout}"
 
 
 def _view_jax(array: Any, name: str) -> ArrayView:

@@ -9,6 +9,9 @@ from .arrays import ArrayView, device_name, view
 from .dtypes import is_signed_integer
 from .layout import is_contiguous
 
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)  # of the normal numbers, which kernels do not take for 0
+
 
 def wrong(name: str, expected: Any, got: Any) -> str:
     """The text of every validation error."""
@@ -74,23 +77,26 @@ def index_view(array: Any, name: str, axes: str) -> ArrayView:
     return indices
 
 
-def check_number(value: Any, name: str, expected: str, *, minimum: float = -np.inf) -> float:
-    """``value`` as a float; TypeError unless it is a real number, ValueError unless finite and at least ``minimum``."""
+def check_number(value: Any, name: str, expected: str, *, minimum: float = -LARGEST) -> float:
+    """``value`` as a float; TypeError unless it is a real number, ValueError outside float32's range."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(wrong(name, expected, repr(value)))
-    if not np.isfinite(value) or value < minimum:
+    # Compared before it is converted: an integer may be larger than any float. A NaN fails every comparison.
+    if not minimum <= value <= LARGEST:
         raise ValueError(wrong(name, expected, value))
     return float(value)
 
 
-def check_count(value: Any, name: str, *, minimum: int, none: int) -> int:
-    """``value`` as an int of at least ``minimum``; None becomes ``none``."""
+def check_count(value: Any, name: str, *, minimum: int, none: int | None, maximum: int | None = None) -> int | None:
+    """``value`` as an int between the bounds; None becomes ``none``."""
     if value is None:
         return none
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(wrong(name, "an integer or None", repr(value)))
     if value < minimum:
         raise ValueError(wrong(name, f"at least {minimum}", value))
+    if maximum is not None and value > maximum:
+        raise ValueError(wrong(name, f"at most {maximum}", value))
     return int(value)
 
 

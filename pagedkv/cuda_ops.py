@@ -37,6 +37,7 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay 
         slots = _as_int64(problem.slot_mapping, "slot_mapping", stream)
         if is_checked():
             indices.check_slots(problem, _on_host(slots, "slot_mapping", stream))
+            indices.check_scales(storage, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
         launch = plan(replace(problem, slot_mapping=slots))
     replay = LaunchReplay(launch, problem.key.framework, device)
     arrays = (problem.key, problem.value, storage.key, storage.value, slots)
@@ -92,6 +93,8 @@ def _stream(framework: str, device: int) -> Any:
 
 
 def _as_cupy(array: ArrayView) -> Any:
+    if isinstance(array.owner, cupy.ndarray):
+        return array.owner
     size = array.dtype.itemsize
     span = sum((extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)) + 1
     memory = cupy.cuda.UnownedMemory(array.pointer, span * size, array.owner, array.device)

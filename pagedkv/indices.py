@@ -1,10 +1,14 @@
-"""Checks of what slots, ids and lengths hold, on NumPy arrays: always on the NumPy backend, on cuda inside
+"""Checks of what slots, ids, lengths and scales hold, on NumPy arrays: always on the NumPy backend, on cuda inside
 ``checked()``. Only what would be read or written is looked at."""
+
+from collections.abc import Callable
 
 import numpy as np
 
-from .checks import wrong
-from .problem import Attention, CacheWrite, ScoreOptions
+from .arrays import ArrayView
+from .checks import LARGEST, SMALLEST, wrong
+from .dtypes import is_fp8
+from .problem import Attention, CacheWrite, PagedCache, ScoreOptions
 
 
 def check_slots(problem: CacheWrite, slots: np.ndarray) -> None:
@@ -16,6 +20,17 @@ def check_slots(problem: CacheWrite, slots: np.ndarray) -> None:
     repeated = live[1:][live[1:] == live[:-1]]
     if repeated.size:
         raise ValueError(wrong("slot_mapping", "each slot at most once", f"slot {int(repeated[0])} twice"))
+
+
+def check_scales(cache: PagedCache, read: Callable[[ArrayView], np.ndarray]) -> None:
+    """ValueError for a scale in an array that is not positive or not in float32's normal range; ``read`` fetches it."""
+    for scale in (cache.k_scale, cache.v_scale):
+        if scale.array is None or not is_fp8(cache.format):
+            continue
+        values = np.atleast_1d(read(scale.array))
+        wrong_ones = values[~((values >= SMALLEST) & (values <= LARGEST))]
+        if wrong_ones.size:
+            raise ValueError(wrong(scale.name, "positive numbers in float32's normal range", wrong_ones[0]))
 
 
 def check_lengths(problem: Attention, seq_lens: np.ndarray) -> None:
@@ -36,7 +51,7 @@ def check_lengths(problem: Attention, seq_lens: np.ndarray) -> None:
 def check_starts(problem: Attention, starts: np.ndarray) -> None:
     """ValueError unless the starts rise from 0 to at most the rows of the query, no step beyond the hint."""
     name, num_tokens = "cu_seqlens_q", problem.query.shape[0]
-    counts = np.diff(starts)
+    counts = np.diff(starts.astype(np.int64))  # narrow integers would wrap
     if starts[0] != 0 or (counts < 0).any():
         raise ValueError(wrong(name, "starts that rise from 0", starts.tolist() if starts.size < 9 else "others"))
     if starts[-1] > num_tokens:
@@ -73,7 +88,7 @@ def check_attention(
     check_lengths(problem, seq_lens)
     if starts is not None:
         check_starts(problem, starts)
-    counts = np.ones(seq_lens.size, int) if starts is None else np.diff(starts)
+    counts = np.ones(seq_lens.size, int) if starts is None else np.diff(starts.astype(np.int64))
     block_size = problem.cache.shape.block_size
     ranges = [
         key_range(problem.options, int(seq_len), int(count)) for seq_len, count in zip(seq_lens, counts, strict=True)

@@ -37,8 +37,9 @@ def reshape_and_cache(problem: CacheWrite) -> None:
 
 
 def _live_tokens(problem: CacheWrite) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    slots = problem.slot_mapping.numpy()
+    slots = problem.slot_mapping.numpy().astype(np.int64)  # narrow integers may not hold the block size
     indices.check_slots(problem, slots)
+    indices.check_scales(problem.cache, ArrayView.numpy)
     (live,) = np.nonzero(slots >= 0)
     return live, *np.divmod(slots[live], problem.cache.shape.block_size)
 
@@ -144,6 +145,7 @@ def _query_rows(problem: Attention) -> Iterator[tuple[slice, int]]:
 
 def _tiles(problem: Attention) -> Iterator[tuple[Sequence, slice]]:
     # All indices are checked before the first result is written.
+    indices.check_scales(problem.cache, ArrayView.numpy)
     ranges = indices.check_attention(
         problem,
         problem.block_table.numpy(),

@@ -12,6 +12,7 @@ from .layout import CacheShape, CacheStrides
 class Scale:
     """An fp8 scale: a number, or a float32 array of one per kv head (of one element: for all heads)."""
 
+    name: str
     value: float = 1.0
     array: ArrayView | None = None
 

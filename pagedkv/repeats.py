@@ -69,7 +69,9 @@ def _describer(kind: type) -> Callable[[Any], tuple[int, Any] | None]:
     return lambda array: None
 
 
-def _describe_cupy(array: Any) -> tuple[int, Any]:
+def _describe_cupy(array: Any) -> tuple[int, Any] | None:
+    if not array.dtype.isnative:  # has the number of the native dtype
+        return None
     memory = array.data
     pointer = memory.ptr
     form = ("cupy", array.shape, array.strides, array.dtype.num, memory.device_id, pointer % ALIGNMENT)
@@ -77,7 +79,7 @@ def _describe_cupy(array: Any) -> tuple[int, Any]:
 
 
 def _describe_torch(tensor: Any) -> tuple[int, Any] | None:
-    if not tensor.is_cuda:
+    if not tensor.is_cuda or tensor.is_neg() or tensor.is_sparse:
         return None
     pointer = tensor.data_ptr()
     form = ("torch", tensor.shape, tensor.stride(), tensor.dtype, tensor.device.index, pointer % ALIGNMENT)

@@ -37,7 +37,7 @@ class SoftmaxState:
 
     def normalize(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and natural log of the denominator: 0 and -inf where nothing was seen."""
-        seen = self.exp_sum > 0
+        seen = self.exp_sum != 0  # NaN is not nothing
         out = self.acc / np.where(seen, self.exp_sum, 1)[..., None]
         lse = np.where(seen, _finite(self.max_logit) + np.log(np.where(seen, self.exp_sum, 1)), -np.inf)
         return out, lse.astype(np.float32)

@@ -17,6 +17,9 @@ from .problem import Attention, CacheWrite, MergeStates, PagedCache, ScoreOption
 from .validate_cache import flash_cache, packed_cache
 from .workspace import DEFAULT_PARTITION_SIZE, partials_nbytes
 
+LONGEST = 2**31 - 1  # tokens of a sequence: a wider window bounds nothing
+MOST_SPLITS = 2**16
+
 # ---- writes ---------------------------------------------------------------------------------------------------------
 
 
@@ -73,6 +76,8 @@ def _options(
 ) -> ScoreOptions:
     scale = head_size**-0.5 if scale is None else checks.check_number(scale, names[0], "a finite number or None")
     softcap = checks.check_number(softcap, "softcap", "a number, 0 for none", minimum=0)
+    if 0 < softcap < checks.SMALLEST:
+        raise ValueError(wrong("softcap", "0 or a number in float32's normal range", softcap))
     slopes = None if alibi_slopes is None else view(alibi_slopes, "alibi_slopes")
     if slopes is not None:
         checks.check_dtype(slopes, "alibi_slopes", (FLOAT32,))
@@ -89,8 +94,8 @@ def _window(window_size: Any) -> tuple[int, int]:
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(wrong("window_size", "(left, right), -1 for no bound", repr(window_size))) from None
-    bounds = tuple(checks.check_count(bound, "window_size", minimum=-1, none=-1) for bound in (left, right))
-    return bounds[0], bounds[1]
+    left, right = (checks.check_count(bound, "window_size", minimum=-1, none=-1) for bound in (left, right))
+    return min(left, LONGEST), min(right, LONGEST)
 
 
 def _output(given: Any, name: str, like: ArrayView, shape: tuple[int, ...], dtype: np.dtype) -> ArrayView:
@@ -281,7 +286,7 @@ def varlen_attention(
         options=options,
         max_query_len=checks.check_count(max_seqlen_q, "max_seqlen_q", minimum=0, none=None),
         max_seq_len=checks.check_count(max_seqlen_k, "max_seqlen_k", minimum=0, none=None),
-        num_splits=checks.check_count(num_splits, "num_splits", minimum=0, none=0),
+        num_splits=checks.check_count(num_splits, "num_splits", minimum=0, none=0, maximum=MOST_SPLITS),
     )
     arrays = {"q": query, "k": cache.key, "block_table": table, "seqused_k": lens, "cu_seqlens_q": starts}
     arrays |= {"alibi_slopes": options.alibi_slopes, "s_aux": options.sinks}

@@ -8,12 +8,11 @@ from . import checks
 from . import layout as layouts
 from .arrays import ArrayView, view
 from .checks import wrong
-from .dtypes import FLOAT32, FP8, KV_CACHE_DTYPES, UINT8
+from .dtypes import FLOAT32, FLOATS, FP8, KV_CACHE_DTYPES, UINT8
 from .layout import CacheShape, CacheStrides
 from .problem import PagedCache, Scale
 
 MAX_HEAD_SIZE = 256
-SMALLEST_SCALE, LARGEST_SCALE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 HEAD_SIZE_STEP = 8
 PACKED_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -39,17 +38,17 @@ def _cache_format(cache: ArrayView, name: str, dtype: np.dtype, like: str, kv_ca
 
 def _scale(scale: Any, name: str, num_kv_heads: int) -> Scale:
     if scale is None:
-        return Scale()
+        return Scale(name)
     if isinstance(scale, int | float | np.integer | np.floating):
         number = checks.check_number(scale, name, "a positive number")
-        if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        if number < checks.SMALLEST:
             raise ValueError(wrong(name, "a positive number in float32's normal range", number))
-        return Scale(value=number)
+        return Scale(name, value=number)
     array = view(scale, name)
     checks.check_dtype(array, name, (FLOAT32,))
     if array.shape not in ((), (1,), (num_kv_heads,)):
         raise ValueError(wrong(name, f"a number or shape (1) or ({num_kv_heads})", f"shape {array.shape}"))
-    return Scale(array=array)
+    return Scale(name, array=array)
 
 
 def _scales(k_scale: Any, v_scale: Any, names: tuple[str, str], num_kv_heads: int) -> tuple[Scale, Scale]:
@@ -87,6 +86,7 @@ def packed_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], **com
     """A packed cache; ``common`` is what ``_paged_cache`` takes by keyword."""
     checks.check_ndim(key, names[0], "num_blocks num_kv_heads head_size/x block_size x")
     checks.check_ndim(value, names[1], "num_blocks num_kv_heads head_size block_size")
+    checks.check_dtype(key, names[0], (*FLOATS, UINT8, *FP8))
     shape = layouts.packed_shape(value)
     x = layouts.PACK_BYTES // key.dtype.itemsize
     if shape.head_size % x:

@@ -41,9 +41,10 @@ def workspace_nbytes(
     for name, size in sizes.items():
         if size is None:
             raise TypeError(wrong(name, "an integer", None))
-        check_count(size, name, minimum=0, none=0)
+        sizes[name] = check_count(size, name, minimum=0, none=0)
+    *query_shape, max_seq_len = sizes.values()
     num_splits = check_count(num_splits, "num_splits", minimum=0, none=0)
     if op == "flash_attn_varlen_func":
-        return partials_nbytes(num_tokens, num_heads, head_size, num_splits if num_splits > 1 else 0)
+        return partials_nbytes(*query_shape, num_splits if num_splits > 1 else 0)
     partition_size = check_count(partition_size, "partition_size", minimum=1, none=DEFAULT_PARTITION_SIZE)
-    return partials_nbytes(num_tokens, num_heads, head_size, -(-max_seq_len // partition_size))
+    return partials_nbytes(*query_shape, -(-max_seq_len // partition_size))

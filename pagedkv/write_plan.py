@@ -145,6 +145,7 @@ def _element(array: ArrayView, name: str) -> int:
 def write_params(problem: CacheWrite, lanes_per_token_log2: int) -> np.ndarray:
     """The kernel's by-value struct."""
     cache = problem.cache
+    _element(problem.slot_mapping, "slot_mapping")
     sides = [
         _side(problem.key, cache.key_strides, cache.k_scale),
         _side(problem.value, cache.value_strides, cache.v_scale),
@@ -156,5 +157,7 @@ def write_params(problem: CacheWrite, lanes_per_token_log2: int) -> np.ndarray:
 
 
 def _side(new: ArrayView, strides: CacheStrides, scale: Scale) -> tuple[int | float, ...]:
+    if scale.array is not None:
+        _element(scale.array, scale.name)
     scale_stride = scale.array.strides[0] if scale.per_head else 0
     return (*new.strides[:2], strides.block, strides.token, strides.head, scale.value, scale_stride)

@@ -216,6 +216,30 @@ def test_key_and_value_caches_of_different_strides(backend, rng):
     assert not values[..., 32:].any()
 
 
+class ReversedBackend:
+    """A backend that sees rows and blocks back to front: negative strides."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def put(self, array):
+        return self.backend.put(np.ascontiguousarray(array[::-1]))[::-1]
+
+    def get(self, array):
+        return self.backend.get(array)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_negative_strides(backend, rng, layout, kv_cache_dtype):
+    key, value = random_rows(rng, 40, 3, 32, np.float16)
+    slots = scattered_slots(rng, 40, 64)
+    slots[[0, 20]] = -1
+    caches = poisoned_caches(layout, 4, 16, 3, 32, cache_dtype(np.float16, kv_cache_dtype))
+    options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": 0.3, "v_scale": 2.5}
+    check_write(ReversedBackend(backend), key, value, caches, slots, layout, **options)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_physical_hnd_is_told_by_layout_alone(backend, rng, layout):
     key, value = random_rows(rng, 20, 8, 16, np.float16)
@@ -292,6 +316,15 @@ def test_integer_kinds(backend, rng, dtype, layout):
     key, value = random_rows(rng, 9, 2, 32, np.float16)
     slots = scattered_slots(rng, 9, 32).astype(dtype)
     check_write(backend, key, value, poisoned_caches(layout, 4, 8, 2, 32, np.float16), slots, layout)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16])
+def test_slots_narrower_than_the_block_size(backend, rng, dtype):
+    """The block size need not fit the slots' own dtype."""
+    block_size = 256 if dtype == np.int8 else 40000
+    key, value = random_rows(rng, 9, 1, 8, np.float16)
+    caches = poisoned_caches("NHD", 1, block_size, 1, 8, np.float16)
+    check_write(backend, key, value, caches, scattered_slots(rng, 9, 127).astype(dtype), "NHD")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

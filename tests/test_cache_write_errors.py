@@ -108,6 +108,59 @@ def test_scales_of_wrong_kinds(backend, rng, scale, kind, text, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad", [0, -1, np.nan, np.inf, 1e-45])
+def test_scales_in_an_array(backend, rng, bad, layout):
+    """What a scale array holds is checked on the host, and inside ``checked()`` on a device."""
+    scales = np.ones(HEADS, np.float32)
+    scales[2] = bad
+    given = arguments(rng, layout, np.uint8) | {"kv_cache_dtype": "fp8", "k_scale": np.ones_like(scales)}
+    with pagedkv.checked():
+        assert_rejected(backend, layout, given | {"v_scale": scales}, ValueError, "v_scale: expected positive numbers")
+
+
+def test_scales_beyond_float32(rng):
+    for scale in (1e39, 2**200, float("inf")):
+        given = arguments(rng, "NHD", np.uint8) | {"kv_cache_dtype": "fp8", "k_scale": scale}
+        with pytest.raises(ValueError, match="k_scale: expected a positive number"):
+            pagedkv.reshape_and_cache_flash(**given)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "key_cache", "slot_mapping"])
+def test_foreign_byte_order(rng, name):
+    given = arguments(rng, "NHD")
+    given[name] = given[name].astype(given[name].dtype.newbyteorder())
+    with pytest.raises(TypeError, match=f"{name}: expected the machine's own byte order, got >"):
+        pagedkv.reshape_and_cache_flash(**given)
+
+
+def test_caches_of_no_legal_dtype(rng):
+    for dtype in (np.float64, np.complex128, np.longdouble, "V32"):
+        given = arguments(rng, "packed")
+        given["key_cache"] = np.zeros((NUM_BLOCKS, HEADS, HEAD_SIZE // 8, BLOCK_SIZE, 8), dtype)
+        with pytest.raises(TypeError, match="key_cache: expected float16 or"):
+            pagedkv.reshape_and_cache(**given)
+
+
+def test_last_axis_of_value_alone(rng):
+    given = arguments(rng, "NHD")
+    wide = np.zeros((10, HEADS, 2 * HEAD_SIZE), np.float16)
+    with pytest.raises(ValueError, match="value: expected last axis contiguous"):
+        pagedkv.reshape_and_cache_flash(**{**given, "value": wide[..., ::2]})
+
+
+def test_subclasses_are_read_as_the_memory_they_are(rng):
+    """A mask changes nothing; a memory map is an array."""
+    given = arguments(rng, "NHD")
+    plain = {**given, "key_cache": given["key_cache"].copy(), "value_cache": given["value_cache"].copy()}
+    pagedkv.reshape_and_cache_flash(**plain)
+    masked = {**given, "key": np.ma.array(given["key"], mask=True)}
+    masked["slot_mapping"] = np.ma.array(given["slot_mapping"], mask=True)
+    masked["key_cache"] = np.ma.array(given["key_cache"], mask=True, hard_mask=True, copy=False)
+    pagedkv.reshape_and_cache_flash(**masked)
+    np.testing.assert_array_equal(bits(given["key_cache"]), bits(plain["key_cache"]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [np.float32, bool, np.uint32, np.uint64])
 def test_slots_of_wrong_kinds(backend, rng, dtype, layout):
     given = arguments(rng, layout)

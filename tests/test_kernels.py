@@ -83,6 +83,17 @@ def test_compile_errors_name_file_and_line(sources, compile_instance):
         compile_instance(WRITE, "sm_90a")
 
 
+def test_options_of_a_compile(monkeypatch):
+    """The same treatment of subnormal numbers as CuPy's compiles get, and a report of registers and spills."""
+    pytest.importorskip("cuda.bindings", reason="the extra ptx is not installed")
+    from pagedkv import nvrtc
+
+    seen = []
+    monkeypatch.setattr(nvrtc, "_compile", lambda source, instance, options: seen.extend(options) or (b"", ""))
+    nvrtc.compile_instance(WRITE, "sm_80")
+    assert {"-std=c++17", "-ftz=true", "-arch=sm_80", "--ptxas-options=-v"} <= set(seen)
+
+
 FIELDS = {
     "moved": (
         "  int64_t head_stride;\n  int64_t cache_block_stride;",

@@ -57,7 +57,7 @@ def expected_caches(key, value, caches, slots, layout, kv_cache_dtype="auto", k_
     """Copies of the caches with each live token put in its place."""
     expected = [cache.copy() for cache in caches]
     block_size = block_size_of(caches[1], layout)
-    for token, slot in enumerate(slots):
+    for token, slot in enumerate(np.asarray(slots).tolist()):
         if slot < 0:
             continue
         for rows, cache, scale in zip((key, value), expected, (k_scale, v_scale), strict=True):
