@@ -126,7 +126,7 @@ WRONG_OPTIONS = [
     ("paged_attention_v2", "scale", float("nan"), ValueError, "scale: expected a finite number or None, got nan"),
     ("paged_attention_v2", "scale", 2**200, ValueError, "scale: expected a finite number or None"),
     ("paged_attention_v2", "workspace", HALF, ValueError, "workspace: expected last axis"),
-    ("paged_attention_v2", "workspace", np.zeros((4, 1 << 16), np.uint8), ValueError, r"workspace: expected \[nbytes\]"),
+    ("paged_attention_v2", "workspace", HALF.reshape(2, -1), ValueError, r"workspace: expected \[nbytes\]"),
     ("paged_attention_v2", "workspace", np.zeros(1 << 14, np.float32), TypeError, "workspace: expected uint8"),
     ("flash_attn_varlen_func", "num_splits", -1, ValueError, "num_splits: expected at least 0, got -1"),
     ("flash_attn_varlen_func", "num_splits", 2**40, ValueError, "num_splits: expected at most 65536"),
