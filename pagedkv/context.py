@@ -14,8 +14,8 @@ _checked: ContextVar[bool] = ContextVar("pagedkv_checked", default=False)
 def use_backend(name: str) -> Iterator[None]:
     """Run the ops called inside on one backend instead of the one their arrays live on.
 
-    name: ``"numpy"`` or ``"cuda"`` (``"ptx"``, the kernels on the CPU, is not built yet). ValueError for another name;
-    an op whose arrays the backend cannot reach raises a TypeError.
+    name: ``"numpy"``, ``"cuda"`` or ``"ptx"`` (the kernels on host arrays, by interpreting their PTX). ValueError for
+    another name; an op whose arrays the backend cannot reach raises a TypeError.
 
     >>> with pagedkv.use_backend("numpy"):
     ...     out = pagedkv.paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens)
@@ -33,7 +33,7 @@ def use_backend(name: str) -> Iterator[None]:
 def checked() -> Iterator[None]:
     """Read slots, block ids and lengths back from the device and check them before every launch inside.
 
-    It synchronises, so it is for debugging; under graph capture the ops raise. The NumPy backend always checks.
+    It synchronises, so it is for debugging; under graph capture the ops raise. The NumPy and PTX backends always check.
 
     >>> with pagedkv.checked():
     ...     pagedkv.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping)

@@ -1,5 +1,5 @@
-"""Checks of what slots, ids, lengths and scales hold, on NumPy arrays: always on the NumPy backend, on cuda inside
-``checked()``. Only what would be read or written is looked at."""
+"""Checks of what slots, ids, lengths and scales hold, on NumPy arrays: always on the NumPy and PTX backends, on cuda
+inside ``checked()``. Only what would be read or written is looked at."""
 
 from collections.abc import Callable
 

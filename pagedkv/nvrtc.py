@@ -1,7 +1,11 @@
-"""NVRTC without a GPU, a driver or CuPy: what ``pagedkv compile`` and CI use. From the extra ``ptx``."""
+"""NVRTC without a GPU, a driver or CuPy: for ``pagedkv compile``, CI and the PTX backend. From the extra ``ptx``."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from .kernels import FLUSH_SUBNORMALS, OPTIONS, Instance, expanded_source
 
@@ -28,8 +32,9 @@ class Compiled:
 def compile_instance(instance: Instance, arch: str) -> Compiled:
     """Compiles for ``arch`` (``sm_90a``). CompileError with the compiler's log; ImportError where NVRTC is missing."""
     source = expanded_source(instance.file)
-    options = (*OPTIONS, FLUSH_SUBNORMALS, f"-arch={arch}", f"-I{_headers()}", "--ptxas-options=-v")
-    cubin, log = _compile(source, instance, options)
+    options = (f"-arch={arch}", "--ptxas-options=-v")
+    with _program(source, instance.file, instance.expression, *options) as (program, log):
+        cubin = _output(program, "CUBIN")
     return Compiled(
         instance,
         arch,
@@ -41,13 +46,20 @@ def compile_instance(instance: Instance, arch: str) -> Compiled:
     )
 
 
+def compile_ptx(source: str, file: str, expression: str, arch: str) -> tuple[str, str]:
+    """PTX with source lines for a virtual ``arch`` (``compute_90``), and the kernel's name in it."""
+    with _program(source, file, expression, f"-arch={arch}", "-lineinfo") as (program, _):
+        _, name = _nvrtc().nvrtcGetLoweredName(program, expression.encode())
+        return _output(program, "PTX").rstrip(b"\0").decode(), name.decode()
+
+
 def version() -> str:
     """NVRTC's version."""
     _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
 
 
-def _nvrtc():
+def _nvrtc() -> ModuleType:
     try:
         from cuda.bindings import nvrtc
 
@@ -66,22 +78,28 @@ def _headers() -> str:
     return folder
 
 
-def _compile(source: str, instance: Instance, options: tuple[str, ...]) -> tuple[bytes, str]:
+@contextmanager
+def _program(source: str, file: str, expression: str, *options: str) -> Iterator[tuple[Any, str]]:
+    """A compiled program and the compiler's log; the program is gone afterwards, whatever happens."""
+    nvrtc, options = _nvrtc(), (*OPTIONS, FLUSH_SUBNORMALS, f"-I{_headers()}", *options)
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], [])
+    try:
+        nvrtc.nvrtcAddNameExpression(program, expression.encode())
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = _output(program, "ProgramLog").rstrip(b"\0").decode()
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{expression}: {nvrtc.nvrtcGetErrorString(result)[1].decode()}\n{log}")
+        yield program, log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _output(program: Any, what: str) -> bytes:
     nvrtc = _nvrtc()
-    _, program = nvrtc.nvrtcCreateProgram(source.encode(), instance.file.encode(), 0, [], [])
-    nvrtc.nvrtcAddNameExpression(program, instance.expression.encode())
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = bytearray(size)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    text = log.rstrip(b"\0").decode()
-    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"{instance}: {nvrtc.nvrtcGetErrorString(result)[1].decode()}\n{text}")
-    _, size = nvrtc.nvrtcGetCUBINSize(program)
-    cubin = bytearray(size)
-    nvrtc.nvrtcGetCUBIN(program, cubin)
-    nvrtc.nvrtcDestroyProgram(program)
-    return bytes(cubin), text
+    _, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    output = bytearray(size)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, output)
+    return bytes(output)
 
 
 def _figure(pattern: str, log: str) -> int:

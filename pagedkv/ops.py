@@ -303,19 +303,22 @@ def _run(op: str, asked: Any, reference: ArrayView) -> Replay | None:
     backend = _backend(reference)
     implementation = getattr(backend, op, None)
     if implementation is None:
-        raise NotImplementedError(f"{op}: no kernel for {device_name(reference.device)} yet; NumPy arrays are served")
+        raise NotImplementedError(f"{op}: no kernel yet; host arrays are served by the numpy backend")
     return implementation(asked)
 
 
 def _backend(reference: ArrayView) -> ModuleType:
     chosen = chosen_backend() or ("numpy" if reference.on_host else "cuda")
-    if chosen == "ptx":
-        raise NotImplementedError("use_backend('ptx'): the interpreter is not built yet")
-    if (chosen == "numpy") != reference.on_host:
-        where = "in host memory" if chosen == "numpy" else "on a CUDA device"
+    if (chosen != "cuda") != reference.on_host:
+        where = "on a CUDA device" if chosen == "cuda" else "in host memory"
         raise TypeError(f"use_backend({chosen!r}): expected arrays {where}, got {device_name(reference.device)}")
-    if chosen == "numpy":
-        return numpy_ops
-    from . import cuda_ops
+    # Imported on use: the kernels need what not every machine has, CuPy or NVRTC.
+    if chosen == "cuda":
+        from . import cuda_ops
 
-    return cuda_ops
+        return cuda_ops
+    if chosen == "ptx":
+        from . import ptx_ops
+
+        return ptx_ops
+    return numpy_ops

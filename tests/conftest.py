@@ -9,7 +9,8 @@ import pytest
 import pagedkv
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-BACKENDS = ["numpy", CUDA]
+PTX = pytest.param("ptx", marks=pytest.mark.ptx)
+BACKENDS = ["numpy", PTX, CUDA]
 READ_BACKENDS = ["numpy"]
 DECODE_OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 
@@ -63,7 +64,23 @@ def why_no_gpu():
         return f"CuPy finds no usable driver: {error}"
 
 
+@functools.cache
+def why_no_ptx():
+    """The reason why kernels cannot run on the interpreter here, or None where they can."""
+    try:
+        from pagedkv import nvrtc
+
+        nvrtc.version()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 def pytest_collection_modifyitems(items):
+    ptx_items = [item for item in items if item.get_closest_marker("ptx")]
+    if ptx_items and why_no_ptx():
+        for item in ptx_items:
+            item.add_marker(pytest.mark.skip(reason=why_no_ptx()))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and why_no_gpu():
         for item in gpu_items:

@@ -89,9 +89,15 @@ def test_options_of_a_compile(monkeypatch):
     from pagedkv import nvrtc
 
     seen = []
-    monkeypatch.setattr(nvrtc, "_compile", lambda source, instance, options: seen.extend(options) or (b"", ""))
+    compile_program = nvrtc._nvrtc().nvrtcCompileProgram
+
+    def spy(program, count, options):
+        seen.extend(options)
+        return compile_program(program, count, options)
+
+    monkeypatch.setattr(nvrtc._nvrtc(), "nvrtcCompileProgram", spy)
     nvrtc.compile_instance(WRITE, "sm_80")
-    assert {"-std=c++17", "-ftz=true", "-arch=sm_80", "--ptxas-options=-v"} <= set(seen)
+    assert {b"-std=c++17", b"-ftz=true", b"-arch=sm_80", b"--ptxas-options=-v"} <= set(seen)
 
 
 FIELDS = {

@@ -21,6 +21,7 @@ FRAMEWORKS = {"cupy", "cuda", "torch", "jax"}
 CHAINS = [
     ("cli", "ops", "validate", "problem", "layout", "dtypes"),
     ("cli", "ops", "cuda_ops", "write_plan", "kernels", "params", "dtypes"),
+    ("cli", "ops", "ptx_ops", "ptx"),
     ("cli", "ops", "numpy_ops", "problem"),
     ("cli", "instances", "write_plan"),
     ("cli", "nvrtc", "kernels"),
@@ -30,7 +31,11 @@ STRANGERS = [
     ("validate", "cuda_ops"),
     ("validate", "numpy_ops"),
     ("validate", "kernels"),
+    ("validate", "ptx_ops"),
     ("cuda_ops", "numpy_ops"),
+    ("cuda_ops", "ptx_ops"),
+    ("ptx_ops", "numpy_ops"),
+    ("ptx", "kernels"),
 ]
 
 
@@ -150,7 +155,7 @@ def test_no_module_imports_itself_by_a_detour():
 
 
 def test_the_graph_sees_imports_inside_functions():
-    assert "cuda_ops" in import_graph()["ops"]
+    assert {"cuda_ops", "ptx_ops"} <= import_graph()["ops"]
     assert {"layout", "dtypes", "arrays"} <= reachable("ops")
 
 

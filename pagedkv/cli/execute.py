@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 import pagedkv
-from pagedkv import validate, write_plan
+from pagedkv import nvrtc, validate, write_plan
 
 from . import machine
 from .cases import Case
@@ -49,15 +50,13 @@ def check_backend(backend: str) -> None:
     """ValueError where the machine has not what a backend needs, NotImplementedError for one that is not built."""
     if backend == "cuda" and machine.why_no_cuda() is not None:
         raise ValueError(f"--backend cuda: {machine.why_no_cuda()}; see pagedkv info, or use --backend numpy")
-    if backend == "ptx":
-        raise NotImplementedError("--backend ptx: not built yet; use --backend numpy")
+    if backend == "ptx" and machine.nvrtc_version() is None:
+        raise ValueError(f"--backend ptx: {nvrtc.MISSING}")
 
 
-def has_kernel(op: str) -> bool:
-    """Whether the CUDA backend has this op."""
-    from pagedkv import cuda_ops
-
-    return hasattr(cuda_ops, op)
+def has_kernel(op: str, backend: str) -> bool:
+    """Whether a backend has this op."""
+    return hasattr(import_module(f"pagedkv.{backend}_ops"), op)
 
 
 def run_case(case: Case, backend: str) -> Result:
@@ -76,7 +75,7 @@ def run_case(case: Case, backend: str) -> Result:
 
 
 def _put(value: Any, backend: str) -> Any:
-    if backend == "numpy" or not isinstance(value, np.ndarray):
+    if backend != "cuda" or not isinstance(value, np.ndarray):
         return value
     import cupy
 
@@ -84,7 +83,7 @@ def _put(value: Any, backend: str) -> Any:
 
 
 def _get(array: Any, backend: str) -> np.ndarray:
-    return array if backend == "numpy" else array.get()
+    return array.get() if backend == "cuda" else array
 
 
 def kernel_instance(op: str, arguments: dict[str, Any], backend: str) -> str | None:
@@ -93,7 +92,7 @@ def kernel_instance(op: str, arguments: dict[str, Any], backend: str) -> str | N
         "reshape_and_cache": write_plan.packed_write_instance,
         "reshape_and_cache_flash": write_plan.flash_write_instance,
     }.get(op)
-    if backend != "cuda" or choose is None:
+    if backend == "numpy" or choose is None:
         return None
     return str(choose(validate.cache_write(packed=op == "reshape_and_cache", **arguments)))
 

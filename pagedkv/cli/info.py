@@ -39,11 +39,16 @@ def gather() -> dict[str, Any]:
         "backends": {
             "numpy": "ready",
             "cuda": "ready" if machine.why_no_cuda() is None else f"not here: {machine.why_no_cuda()}",
-            "ptx": "not built yet (the kernels on the CPU, by interpreting their PTX)",
+            "ptx": "ready" if can_compile() else "not here: needs NVRTC and the CUDA headers",
         },
         "missing": missing,
         "install": install,
     }
+
+
+def can_compile() -> bool:
+    """Whether kernels can be compiled here, which is all that running them on the CPU needs."""
+    return machine.nvrtc_version() is not None and machine.has_headers()
 
 
 def advice() -> tuple[str | None, str | None]:
@@ -51,7 +56,7 @@ def advice() -> tuple[str | None, str | None]:
     driver = machine.driver()
     if driver is not None and driver.gpus and machine.why_no_cuda() is not None:
         return _advice_for_gpu(driver)
-    if machine.nvrtc_version() is None or not machine.has_headers():
+    if not can_compile():
         return "NVRTC and the CUDA headers, to compile the kernels (no GPU needed)", "pip install 'pagedkv[ptx]'"
     return None, None
 

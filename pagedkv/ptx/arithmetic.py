@@ -1,0 +1,196 @@
+"""What arithmetic instructions do, on NumPy arrays with one element per thread.
+
+A handler gets the opcode's parts and its source values, each already an array (or scalar) of the instruction's type,
+and returns the result. Integer arithmetic wraps, as it does on the device; ``.ftz`` takes subnormal numbers for 0, on
+the way in and on the way out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Opcode = tuple[str, ...]
+Handler = Callable[..., Any]
+
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
+TINY = np.finfo(np.float32).tiny
+
+FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0)}
+
+
+def numpy_type(kind: str) -> type:
+    """The NumPy type of a PTX type: ``.u32``, ``.b64``, ``.f32``, ``.pred``."""
+    if kind == "pred":
+        return np.bool_
+    return {"u": UNSIGNED, "b": UNSIGNED, "s": SIGNED, "f": FLOAT}[kind[0]][int(kind[1:])]
+
+
+def bits_of(kind: str) -> int:
+    return int(kind[1:])
+
+
+def flushed(values: Any) -> Any:
+    """Subnormal numbers become 0 of their sign."""
+    values = np.asarray(values)
+    return np.where(np.abs(values) < TINY, np.copysign(np.float32(0), values), values)
+
+
+def _float_op(function: Handler) -> Handler:
+    """A float operation with or without ``.ftz``; integers pass through unchanged."""
+
+    def handler(opcode: Opcode, *values: Any) -> Any:
+        if "ftz" not in opcode:
+            return function(*values)
+        return flushed(function(*map(flushed, values)))
+
+    return handler
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    # The product of two float32 is exact in float64; the sum rounds there first, which float32 inputs hardly ever show.
+    return (np.asarray(x, np.float64) * y + z).astype(np.float32)
+
+
+def _mul(opcode: Opcode, x: Any, y: Any) -> Any:
+    kind = opcode[-1]
+    if kind[0] == "f":
+        return _float_op(np.multiply)(opcode, x, y)
+    if "wide" in opcode:
+        return np.multiply(x, y, dtype=numpy_type(f"{kind[0]}{2 * bits_of(kind)}"))
+    if "hi" in opcode:
+        return _high_product(x, y, kind)
+    return np.multiply(x, y)
+
+
+def _high_product(x: Any, y: Any, kind: str) -> Any:
+    if bits_of(kind) == 32:
+        wide = numpy_type(f"{kind[0]}64")
+        return np.multiply(x, y, dtype=wide) >> wide(32)
+    # By 32-bit halves: no product and no sum of these leaves 64 bits.
+    x, y = np.asarray(x, np.uint64), np.asarray(y, np.uint64)
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    carry = (x & low) * (y & low) >> half
+    middle = (x >> half) * (y & low) + carry
+    other = (x & low) * (y >> half) + (middle & low)
+    return (x >> half) * (y >> half) + (middle >> half) + (other >> half)
+
+
+def _mad(opcode: Opcode, x: Any, y: Any, z: Any) -> Any:
+    return np.add(_mul(opcode, x, y), z)
+
+
+def _shift(function: Handler) -> Handler:
+    def handler(opcode: Opcode, x: Any, count: Any) -> Any:
+        bits = bits_of(opcode[-1])
+        count = np.asarray(count, np.uint32)
+        fill = np.where(np.asarray(x) < 0, -1, 0) if opcode[-1][0] == "s" else 0  # shifted out altogether
+        shifted = function(x, np.minimum(count, bits - 1).astype(np.asarray(x).dtype))
+        return np.where(count < bits, shifted, fill).astype(np.asarray(x).dtype)
+
+    return handler
+
+
+def _bfi(opcode: Opcode, x: Any, y: Any, position: Any, length: Any) -> Any:
+    unsigned = numpy_type(f"u{bits_of(opcode[-1])}")
+    position, length = unsigned(position), unsigned(length)
+    mask = ((unsigned(1) << length) - unsigned(1)) << position
+    return (y & ~mask) | (x << position & mask)
+
+
+def _prmt(opcode: Opcode, x: Any, y: Any, selector: Any) -> Any:
+    """Four bytes, each picked from the eight of x and y, or its sign spread over a byte."""
+    x, y, selector = (np.asarray(value, np.uint64) for value in (x, y, selector))
+    pool, result = x | y << np.uint64(32), np.uint64(0)
+    for i in range(4):
+        choice = selector >> np.uint64(4 * i) & np.uint64(15)
+        byte = pool >> ((choice & np.uint64(7)) * np.uint64(8)) & np.uint64(255)
+        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
+        result = result | np.where(choice & np.uint64(8), sign, byte) << np.uint64(8 * i)
+    return result.astype(np.uint32)
+
+
+COMPARISONS = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    # Unordered ones are true where a NaN takes part.
+    "neu": np.not_equal,
+    "ltu": lambda x, y: ~(x >= y),
+    "gtu": lambda x, y: ~(x <= y),
+    "leu": lambda x, y: ~(x > y),
+    "geu": lambda x, y: ~(x < y),
+}
+
+
+def _setp(opcode: Opcode, x: Any, y: Any) -> Any:
+    if "ftz" in opcode:
+        x, y = flushed(x), flushed(y)
+    return COMPARISONS[opcode[1]](x, y)
+
+
+def _rounded(values: Any, kind: str, opcode: Opcode) -> Any:
+    if kind == "bf16":
+        return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    target = numpy_type(kind)
+    if kind[0] == "f" or np.asarray(values).dtype.kind != "f":
+        return np.asarray(values).astype(target)
+    whole = np.trunc(values) if "rzi" in opcode else np.rint(values)
+    limits = np.iinfo(target)
+    return np.clip(whole, limits.min, limits.max).astype(target)
+
+
+def convert(opcode: Opcode, *values: Any) -> Any:
+    """``cvt.to.from``; values come as bits for the formats that NumPy has no type for."""
+    target, source = opcode[-2:]
+    if target in FP8:  # two floats into a pair of codes, the second operand in the low byte
+        fp8, largest = FP8[target]
+        high, low = (np.clip(value, -largest, largest).astype(fp8).view(np.uint8).astype(np.uint16) for value in values)
+        return low | high << np.uint16(8)
+    (value,) = values
+    if source == "bf16":
+        return _rounded((np.asarray(value, np.uint32) << np.uint32(16)).view(np.float32), target, opcode)
+    if "ftz" in opcode and source == "f32":
+        value = flushed(value)
+    return _rounded(value, target, opcode)
+
+
+def _by_operator(function: Handler) -> Handler:
+    return lambda opcode, *values: function(*values)
+
+
+def _add_or_float(function: Handler) -> Handler:
+    return lambda opcode, *values: _float_op(function)(opcode, *values) if opcode[-1][0] == "f" else function(*values)
+
+
+HANDLERS: dict[str, Handler] = {
+    "add": _add_or_float(np.add),
+    "sub": _add_or_float(np.subtract),
+    "min": _add_or_float(np.fmin),
+    "max": _add_or_float(np.fmax),
+    "neg": _add_or_float(np.negative),
+    "abs": _add_or_float(np.abs),
+    "mul": _mul,
+    "mad": _mad,
+    "fma": _float_op(_fma),
+    "rcp": _float_op(lambda x: np.float32(1) / x),
+    "copysign": _by_operator(lambda sign, magnitude: np.copysign(magnitude, sign)),
+    "and": _by_operator(np.bitwise_and),
+    "or": _by_operator(np.bitwise_or),
+    "xor": _by_operator(np.bitwise_xor),
+    "not": _by_operator(np.invert),
+    "shl": _shift(np.left_shift),
+    "shr": _shift(np.right_shift),
+    "bfi": _bfi,
+    "prmt": _prmt,
+    "selp": _by_operator(lambda x, y, condition: np.where(condition, x, y)),
+    "setp": _setp,
+    "cvt": convert,
+    "cvta": _by_operator(lambda x: x),
+}

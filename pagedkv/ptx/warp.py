@@ -1,0 +1,58 @@
+"""Instructions in which the 32 threads of a warp take part together. All of them must arrive at once."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .parse import Instruction
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+LANES = np.arange(32)
+
+
+def check_whole(machine: "Machine", threads: np.ndarray) -> None:
+    """Fault unless the active threads are whole warps."""
+    warps, counts = np.unique(threads // 32, return_counts=True)
+    if (counts != 32).any():
+        lonely = threads[threads // 32 == warps[np.argmax(counts != 32)]][0]
+        machine.fault("warp instruction that only part of a warp reaches", int(lonely))
+
+
+def by_warp(values: object, threads: np.ndarray) -> np.ndarray:
+    """One row of 32 per warp."""
+    return np.broadcast_to(values, threads.shape).reshape(-1, 32)
+
+
+def shuffle(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
+    """``shfl.sync``: each lane reads a register of another; one outside the segment leaves a lane its own value."""
+    check_whole(machine, threads)
+    target, source, position, clamp, _ = instruction.operands
+    value, position, clamp = (by_warp(machine.value(o, "u32", threads), threads) for o in (source, position, clamp))
+    position = position.astype(np.int64)
+    segment, last = clamp >> np.uint32(8) & np.uint32(31), clamp & np.uint32(31)
+    first = LANES & segment
+    bound = first | last & ~segment
+    mode = instruction.opcode[2]
+    wanted = {
+        "idx": first | position & ~segment & 31,
+        "bfly": LANES ^ position,
+        "down": LANES + position,
+        "up": LANES - position,
+    }[mode]
+    inside = wanted >= bound if mode == "up" else wanted <= bound
+    picked = np.take_along_axis(value, np.where(inside, wanted, LANES).astype(np.int64), axis=1)
+    machine.set(target, picked.reshape(-1), threads)
+
+
+def vote(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
+    """``vote.sync``: a predicate of all lanes as a mask, or whether any or all of them hold."""
+    check_whole(machine, threads)
+    target, source, _ = instruction.operands
+    holds = by_warp(machine.value(source, "pred", threads), threads)
+    if "ballot" in instruction.opcode:
+        result = (holds.astype(np.uint32) << LANES.astype(np.uint32)).sum(axis=1, dtype=np.uint32)
+    else:
+        result = holds.any(axis=1) if "any" in instruction.opcode else holds.all(axis=1)
+    machine.set(target, np.repeat(result, 32), threads)

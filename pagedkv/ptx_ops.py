@@ -1,0 +1,58 @@
+"""PTX backend: the kernels of ``cuda/`` on host arrays, compiled by NVRTC and run by the interpreter in ``ptx/``."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from . import indices, nvrtc
+from .arrays import ArrayView, view
+from .kernels import Instance, expanded_source
+from .problem import CacheWrite
+from .ptx.machine import Machine
+from .ptx.parse import Kernel, parse_kernel
+from .write_plan import Launch, plan_flash_write, plan_packed_write
+
+ARCH = "compute_90"  # virtual: PTX is what runs
+
+
+def reshape_and_cache_flash(problem: CacheWrite) -> None:
+    """One launch of the kernel of the same name."""
+    _write(problem, plan_flash_write)
+
+
+def reshape_and_cache(problem: CacheWrite) -> None:
+    """One launch of the kernel of the same name."""
+    _write(problem, plan_packed_write)
+
+
+def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> None:
+    slots = view(problem.slot_mapping.numpy().astype(np.int64, copy=False), "slot_mapping")
+    indices.check_slots(problem, slots.numpy())
+    indices.check_scales(problem.cache, ArrayView.numpy)
+    if problem.num_tokens == 0:
+        return
+    problem = replace(problem, slot_mapping=slots)
+    storage = problem.cache
+    scales = [storage.k_scale.array, storage.v_scale.array]
+    launch(plan(problem), [problem.key, problem.value, storage.key, storage.value, slots, *scales])
+
+
+def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:
+    """Runs one launch. A kernel's parameters are its arrays, None for a null pointer, and then its struct."""
+    kernel = _kernel(planned.instance)
+    *offsets, struct_offset = kernel.params.values()
+    pointers = [0 if array is None else array.pointer for array in arrays]
+    params = bytearray(kernel.param_bytes)
+    for offset, pointer in zip(offsets, pointers, strict=True):
+        params[offset : offset + 8] = pointer.to_bytes(8, "little")
+    params[struct_offset:] = planned.params.tobytes()
+    given = [array for array in arrays if array is not None]
+    Machine(kernel, planned.grid, planned.threads, bytes(params), given).run()
+
+
+@cache
+def _kernel(instance: Instance) -> Kernel:
+    source = expanded_source(instance.file)
+    return parse_kernel(*nvrtc.compile_ptx(source, instance.file, instance.expression, ARCH))
