@@ -51,8 +51,14 @@ def _float_op(function: Handler) -> Handler:
 
 
 def _fma(x: Any, y: Any, z: Any) -> Any:
-    # The product of two float32 is exact in float64; the sum rounds there first, which float32 inputs hardly ever show.
-    return (np.asarray(x, np.float64) * y + z).astype(np.float32)
+    """Rounds once. The product of two float32 is exact in float64; the sum is rounded there to odd, towards what was
+    lost, so that the rounding to float32 sees on which side of a tie it is."""
+    product, z = np.asarray(x, np.float64) * y, np.asarray(z, np.float64)
+    total = product + z
+    part = total - product
+    lost = (product - (total - part)) + (z - part)
+    inexact = np.isfinite(total) & (lost != 0) & (total.view(np.uint64) & np.uint64(1) == 0)
+    return np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total).astype(np.float32)
 
 
 def _mul(opcode: Opcode, x: Any, y: Any) -> Any:
@@ -141,9 +147,11 @@ def _rounded(values: Any, kind: str, opcode: Opcode) -> Any:
     target = numpy_type(kind)
     if kind[0] == "f" or np.asarray(values).dtype.kind != "f":
         return np.asarray(values).astype(target)
-    whole = np.trunc(values) if "rzi" in opcode else np.rint(values)
-    limits = np.iinfo(target)
-    return np.clip(whole, limits.min, limits.max).astype(target)
+    whole = np.asarray(np.trunc(values) if "rzi" in opcode else np.rint(values), np.float64)
+    limits, not_a_number = np.iinfo(target), 0 if bits_of(kind) < 64 else 1 << 63
+    integers = np.clip(whole, limits.min, limits.max).astype(target)
+    integers = np.where(whole >= limits.max, target(limits.max), integers)  # which float64 need not hold
+    return np.where(np.isnan(whole), np.array(not_a_number, np.uint64).astype(target), integers)
 
 
 def convert(opcode: Opcode, *values: Any) -> Any:
@@ -193,4 +201,5 @@ HANDLERS: dict[str, Handler] = {
     "setp": _setp,
     "cvt": convert,
     "cvta": _by_operator(lambda x: x),
+    "createpolicy": _by_operator(lambda *fraction: np.uint64(0)),  # caches are not modelled
 }

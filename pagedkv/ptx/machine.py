@@ -13,8 +13,10 @@ import numpy as np
 from ..arrays import ArrayView
 from . import warp
 from .arithmetic import HANDLERS, bits_of, numpy_type
+from .atomics import atomic
 from .faults import Fault, UnknownInstruction
 from .memory import GlobalMemory, SharedMemory, Threads
+from .operands import constant_value, source_types, storage_type
 from .parse import Address, Constant, Instruction, Kernel, Register, Special, Symbol
 
 WARP_SIZE = 32
@@ -22,20 +24,28 @@ RUNNING, AT_BARRIER, DONE = range(3)
 
 
 class Machine:
-    """One launch of a kernel."""
+    """One launch of a kernel. A seed draws the order of the CTAs; without one they run in the order of the grid."""
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, int], threads: int, params: bytes, arrays: list[ArrayView]
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int],
+        threads: int,
+        params: bytes,
+        arrays: list[ArrayView],
+        seed: int | None = None,
     ) -> None:
         if threads % WARP_SIZE:
             raise ValueError(f"threads: expected a multiple of {WARP_SIZE}, got {threads}")
         self.kernel, self.threads_per_cta = kernel, threads
         self.num_ctas = grid[0] * grid[1]
         count = self.num_ctas * threads
-        self.cta = np.arange(count) // threads
-        self.special = _special_registers(grid, threads, np.arange(count) % threads, self.cta)
+        self.cta = np.arange(count) // threads  # its place in the order of CTAs
+        ctas = np.arange(self.num_ctas)
+        self.order = ctas if seed is None else np.random.default_rng(seed).permutation(ctas)
+        self.special = _special_registers(grid, threads, np.arange(count) % threads, self.order[self.cta])
         types = kernel.registers.items()
-        self.registers = {name: np.zeros(count, _storage(kind)) for name, kind in types}
+        self.registers = {name: np.zeros(count, storage_type(kind)) for name, kind in types}
         self.params = np.frombuffer(params.ljust(kernel.param_bytes, b"\0"), np.uint8)
         self.memory = GlobalMemory(arrays)
         self.shared = SharedMemory(self.num_ctas, kernel.shared_bytes)
@@ -83,15 +93,13 @@ class Machine:
         special = EFFECTS.get(name)
         if special is not None:
             special(self, instruction, threads)
-        elif name in HANDLERS:
+        else:
             target, *sources = instruction.operands
             values = [
                 self.value(source, kind, threads)
-                for source, kind in zip(sources, _source_types(instruction, len(sources)), strict=True)
+                for source, kind in zip(sources, source_types(instruction, len(sources)), strict=True)
             ]
             self.set(target, HANDLERS[name](instruction.opcode, *values), threads)
-        else:
-            raise UnknownInstruction(f"{instruction.text} at {instruction.line}")
 
     # ---- operands ---------------------------------------------------------------------------------------------------
 
@@ -105,7 +113,7 @@ class Machine:
             size = np.dtype(wanted).itemsize
             return (stored if stored.itemsize == size else stored.astype(f"u{size}")).view(wanted)
         if isinstance(operand, Constant):
-            return _constant(operand, kind)
+            return constant_value(operand, kind)
         if isinstance(operand, Special):
             return self.special[operand.name][threads].astype(wanted)
         if isinstance(operand, Symbol):
@@ -140,7 +148,7 @@ class Machine:
     def fault(self, what: str, thread: int) -> None:
         """Ends the launch with a report."""
         cta, local = divmod(thread, self.threads_per_cta)
-        raise Fault(what, self.current.line, cta, local, self.current.text)
+        raise Fault(what, self.current.line, int(self.order[cta]), local, self.current.text)
 
     def accessors(self, threads: np.ndarray) -> Threads:
         """The threads, as shared memory knows them."""
@@ -193,7 +201,7 @@ def _move(machine: Machine, instruction: Instruction, threads: np.ndarray) -> No
 
 
 def _load(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    targets, address = instruction.operands
+    targets, address = instruction.operands[:2]  # a third would be a cache policy
     targets = targets if isinstance(targets, list) else [targets]
     size, report = bits_of(instruction.type) // 8, machine.reporter(threads)
     if "param" in instruction.opcode:
@@ -210,7 +218,7 @@ def _load(machine: Machine, instruction: Instruction, threads: np.ndarray) -> No
 
 
 def _store(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    address, sources = instruction.operands
+    address, sources = instruction.operands[:2]
     size, report = bits_of(instruction.type) // 8, machine.reporter(threads)
     words = [
         machine.value(source, f"u{8 * size}", threads)
@@ -223,45 +231,25 @@ def _store(machine: Machine, instruction: Instruction, threads: np.ndarray) -> N
         machine.memory.store(machine.addresses(address, "u64", threads), words, size, report)
 
 
+def _fence(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
+    """Nothing to do: what one thread stores, all others see at once."""
+
+
 CONTROL = {"bra": _branch, "ret": _return, "exit": _return, "bar": _barrier, "barrier": _barrier}
-EFFECTS = {"mov": _move, "ld": _load, "st": _store, "shfl": warp.shuffle, "vote": warp.vote}
+EFFECTS = {
+    "mov": _move,
+    "ld": _load,
+    "st": _store,
+    "atom": atomic,
+    "red": atomic,
+    "membar": _fence,
+    "fence": _fence,
+    "shfl": warp.shuffle,
+    "vote": warp.vote,
+}
 
 
-# ---- types ----------------------------------------------------------------------------------------------------------
-
-
-def _storage(kind: str) -> type:
-    return np.bool_ if kind == "pred" else numpy_type(f"u{bits_of(kind)}")
-
-
-def _constant(constant: Constant, kind: str) -> Any:
-    wanted = numpy_type(kind)
-    if wanted is np.bool_:
-        return np.bool_(constant.bits)
-    if kind[0] == "f" and not constant.is_float:
-        return wanted(constant.bits)
-    bits = bits_of(kind)
-    return np.array(constant.bits & (1 << bits) - 1, f"u{bits // 8}").view(wanted)[()]
-
-
-def _source_types(instruction: Instruction, count: int) -> list[str]:
-    """The type of each source operand."""
-    opcode, kind = instruction.opcode, instruction.type
-    name = opcode[0]
-    if name in ("shl", "shr"):
-        return [kind if name == "shr" else f"u{bits_of(kind)}", "u32"]
-    if name == "bfi":
-        return [f"u{bits_of(kind)}"] * 2 + ["u32"] * 2
-    if name == "prmt":
-        return ["u32"] * 3
-    if name == "selp":
-        return [kind, kind, "pred"]
-    if name == "cvt":
-        # Formats without a NumPy type come as their bits; fp8 pairs are made of two floats.
-        return ["f32"] * count if opcode[-2] in ("e4m3x2", "e5m2x2") else ["u16" if kind == "bf16" else kind]
-    if name == "mad" and "wide" in opcode:
-        return [kind, kind, f"{kind[0]}{2 * bits_of(kind)}"]
-    return [kind] * count
+# ---- registers -------------------------------------------------------------------------------------------------------
 
 
 def _special_registers(grid: tuple[int, int], threads: int, local: np.ndarray, cta: np.ndarray) -> dict[str, Any]:

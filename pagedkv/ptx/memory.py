@@ -3,7 +3,8 @@
 Every access is looked at before it happens. Global: inside a buffer that the kernel was given, and aligned. Shared: the
 same, and read only after it was written, and not while another thread's access to the same byte is unordered with it.
 Two accesses are ordered if a barrier of the CTA lies between them or, inside one warp, a ``__syncwarp``. Each byte of
-shared memory remembers its last writer and its last reader with the barriers they had passed.
+shared memory remembers its last writer and its last reader with the barriers they had passed, and when it last had
+several readers: a write by the last of them is a race with the others.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from ..arrays import ArrayView
 from .arithmetic import UNSIGNED
 
 Report = Callable[[str, int], None]  # says what is wrong, in which of the active threads
+Change = Callable[[int, np.ndarray], Any]  # an active thread and the word it finds, to the word it leaves
 
 NOBODY = -1
 
@@ -44,6 +46,13 @@ class GlobalMemory:
                 values = np.broadcast_to(np.asarray(word, UNSIGNED[8 * size]), addresses.shape)[lanes]
                 _scatter(buffer, offsets + i * size, values, size)
 
+    def atomic(self, addresses: np.ndarray, size: int, change: Change, report: Report) -> np.ndarray:
+        """Changes one word per thread, in turn; the words as each found them."""
+        before = np.empty(addresses.size, UNSIGNED[8 * size])
+        for lanes, buffer, offsets in self._located(addresses, size, "atomic", report):
+            before[lanes] = _changed(buffer, lanes, offsets, size, change)
+        return before
+
     def _located(self, addresses: np.ndarray, nbytes: int, what: str, report: Report):
         which = np.searchsorted(self.bases, addresses, side="right") - 1
         for buffer in np.unique(which):
@@ -62,13 +71,14 @@ class SharedMemory:
     def __init__(self, num_ctas: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self.data = np.full(num_ctas * nbytes, 0xFF, np.uint8)  # NaN, should an unwritten byte be used after all
-        self.writer, self.reader = (_Access(self.data.size) for _ in range(2))
+        self.writer, self.reader, self.changer = (_Access(self.data.size) for _ in range(3))
 
     def load(self, offsets: np.ndarray, size: int, count: int, threads: "Threads", report: Report) -> list[np.ndarray]:
         """``count`` words of ``size`` bytes from each offset in the thread's own CTA."""
         touched = self._touched(offsets, size * count, threads, "load", report)
         _first((self.writer.thread[touched] == NOBODY).any(axis=1), None, "read of shared memory never written", report)
         _first(self.writer.races(touched, threads), None, "race: shared read after an unordered write", report)
+        _first(self.changer.races(touched, threads), None, "race: shared read after an unordered atomic", report)
         self.reader.record(touched, threads)
         return [_gathered(self.data, touched[:, i * size], size) for i in range(count)]
 
@@ -77,12 +87,22 @@ class SharedMemory:
         touched = self._touched(offsets, size * len(words), threads, "store", report)
         _first(self.writer.races(touched, threads), None, "race: shared write after an unordered write", report)
         _first(self.reader.races(touched, threads), None, "race: shared write after an unordered read", report)
+        _first(self.changer.races(touched, threads), None, "race: shared write after an unordered atomic", report)
         self.writer.record(touched, threads)
         _first((self.writer.thread[touched] != threads.index[:, None]).any(axis=1), None,
                "race: two threads write one byte of shared memory", report)  # fmt: skip
         for i, word in enumerate(words):
             values = np.broadcast_to(np.asarray(word, UNSIGNED[8 * size]), offsets.shape)
             _scatter(self.data, touched[:, i * size], values, size)
+
+    def atomic(self, offsets: np.ndarray, size: int, change: Change, threads: "Threads", report: Report) -> np.ndarray:
+        """Changes one word per thread, in turn; the words as each found them. Atomics do not race with each other."""
+        touched = self._touched(offsets, size, threads, "atomic", report)
+        _first((self.writer.thread[touched] == NOBODY).any(axis=1), None, "read of shared memory never written", report)
+        _first(self.writer.races(touched, threads), None, "race: shared atomic after an unordered write", report)
+        _first(self.reader.races(touched, threads), None, "race: shared atomic after an unordered read", report)
+        self.changer.record(touched, threads)
+        return _changed(self.data, np.arange(offsets.size), touched[:, 0], size, change)
 
     def _touched(self, offsets: np.ndarray, nbytes: int, threads: "Threads", what: str, report: Report) -> np.ndarray:
         """Indices into ``data`` of every byte of every access, ``[threads, nbytes]``."""
@@ -103,25 +123,48 @@ class Threads:
 
 
 class _Access:
-    """The last thread that accessed each byte, and the epochs of its CTA and warp at the time."""
+    """The last thread that accessed each byte and the epochs of its CTA and warp at the time.
+
+    ``several_warps`` is the last epoch of the CTA in which threads of more than one warp did, ``several_lanes`` the
+    last epoch of the warp in which more than one of its threads did.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.thread = np.full(nbytes, NOBODY, np.int64)
         self.cta_epoch, self.warp_epoch = np.zeros(nbytes, np.int64), np.zeros(nbytes, np.int64)
+        self.several_warps, self.several_lanes = np.full(nbytes, -1, np.int64), np.full(nbytes, -1, np.int64)
 
     def record(self, touched: np.ndarray, threads: Threads) -> None:
+        self._join(touched, threads)
         self.thread[touched] = threads.index[:, None]
         self.cta_epoch[touched] = threads.cta_epoch[:, None]
         self.warp_epoch[touched] = threads.warp_epoch[:, None]
+        self._join(touched, threads)  # with the threads of this very instruction
 
     def races(self, touched: np.ndarray, threads: Threads) -> np.ndarray:
         """For each thread, whether another's access to one of its bytes is unordered with it."""
-        other = self.thread[touched]
+        other_warp, other_lane = self._others(touched, threads)
+        other_warp |= self.several_warps[touched] == threads.cta_epoch[:, None]
         same_cta_epoch = self.cta_epoch[touched] == threads.cta_epoch[:, None]
-        other_warp = other // 32 != threads.warp[:, None]
+        other_lane |= same_cta_epoch & (self.several_lanes[touched] == threads.warp_epoch[:, None])
+        return (other_warp | other_lane).any(axis=1)
+
+    def _join(self, touched: np.ndarray, threads: Threads) -> None:
+        other_warp, other_lane = self._others(touched, threads)
+        self.several_warps[touched[other_warp]] = self._spread(threads.cta_epoch, touched)[other_warp]
+        self.several_lanes[touched[other_lane]] = self._spread(threads.warp_epoch, touched)[other_lane]
+
+    def _others(self, touched: np.ndarray, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
+        """Where the remembered thread is unordered with these and of another warp, or another one of the same warp."""
+        other, index = self.thread[touched], threads.index[:, None]
+        same_warp = other // 32 == threads.warp[:, None]
+        same_cta_epoch = (other != NOBODY) & (self.cta_epoch[touched] == threads.cta_epoch[:, None])
         same_warp_epoch = self.warp_epoch[touched] == threads.warp_epoch[:, None]
-        unordered = same_cta_epoch & (other_warp | same_warp_epoch)
-        return ((other != NOBODY) & (other != threads.index[:, None]) & unordered).any(axis=1)
+        return same_cta_epoch & ~same_warp, same_cta_epoch & same_warp & same_warp_epoch & (other != index)
+
+    @staticmethod
+    def _spread(epoch: np.ndarray, touched: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(epoch[:, None], touched.shape)
 
 
 def _span(array: ArrayView) -> tuple[int, int] | None:
@@ -145,6 +188,15 @@ def _gathered(buffer: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
 
 def _scatter(buffer: np.ndarray, offsets: np.ndarray, words: np.ndarray, size: int) -> None:
     buffer[offsets[:, None] + np.arange(size)] = np.ascontiguousarray(words)[:, None].view(np.uint8)
+
+
+def _changed(buffer: np.ndarray, lanes: np.ndarray, offsets: np.ndarray, size: int, change: Change) -> np.ndarray:
+    before = np.empty(lanes.size, UNSIGNED[8 * size])
+    for i, (lane, offset) in enumerate(zip(lanes, offsets, strict=True)):
+        word = buffer[offset : offset + size].view(UNSIGNED[8 * size])
+        before[i] = word[0]
+        word[0] = np.asarray(change(lane, word)).view(UNSIGNED[8 * size])
+    return before
 
 
 def _first(bad: np.ndarray, lanes: np.ndarray | None, what: str, report: Report) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .faults import SourceLine, UnknownInstruction
+from .opcodes import check_known
 
 NOWHERE = SourceLine("<unknown>", 0)
 
@@ -139,10 +140,11 @@ class _Parser:
         self.kernel.param_bytes = offset
 
     def declare_shared(self, text: str) -> None:
-        align, name, nbytes = re.search(r"\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]", text).groups()
+        # A lone variable has no extent; an array whose extent the launch gives has an empty one.
+        align, bits, name, extent = re.search(r"\.align\s+(\d+)\s+\.[a-z](\d+)\s+([\w$]+)(?:\[(\d*)\])?", text).groups()
         offset = _aligned(self.kernel.shared_bytes, int(align))
         self.kernel.shared[name] = offset
-        self.kernel.shared_bytes = offset + int(nbytes or 0)
+        self.kernel.shared_bytes = offset + int(bits) // 8 * (1 if extent is None else int(extent or 0))
 
     def declare_registers(self, text: str) -> None:
         kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", text, re.DOTALL).groups()
@@ -187,6 +189,7 @@ class _Parser:
             predicate, rest = text[1:].split(" ", 1)
             guard = (self.register(predicate.lstrip("!")), predicate.startswith("!"))
         opcode = re.match(r"[\w.:]+", rest)[0]
+        check_known(tuple(opcode.split(".")), text, self.line)
         operands = [self.operand(operand) for operand in _split(rest[len(opcode) :])]
         self.kernel.instructions.append(Instruction(tuple(opcode.split(".")), operands, guard, self.line, text))
 
@@ -210,7 +213,10 @@ class _Parser:
         register = self.register(text)
         if register is not None:
             return register
-        return _literal(text)
+        literal = _literal(text)
+        if literal is None:
+            raise UnknownInstruction(f"unknown operand {text} at {self.line}")
+        return literal
 
 
 def _literal(text: str) -> Any:
@@ -220,9 +226,7 @@ def _literal(text: str) -> Any:
         return Constant(int(text[2:], 16), is_float=True)
     if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
         return Constant(int(text.rstrip("U"), 0))
-    if re.fullmatch(r"[\w$]+", text):
-        return Label(text)
-    raise UnknownInstruction(f"operand {text}")
+    return Label(text) if re.fullmatch(r"[A-Za-z_$][\w$]*", text) else None
 
 
 def _statements(body: str) -> Iterator[str]:

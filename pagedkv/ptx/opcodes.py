@@ -1,0 +1,69 @@
+"""Which instructions the interpreter knows, with which modifiers and types.
+
+PTX puts much of an instruction's meaning into the parts of its opcode: ``add.sat.f32`` is not ``add.f32``. A part that
+is not listed here is an error, so that nothing is computed by ignoring it. Parts that only guide caches change no
+result and are listed with the memory instructions.
+"""
+
+from .faults import SourceLine, UnknownInstruction
+
+WORDS = "u16 s16 u32 s32 u64 s64"
+BITS = "b16 b32 b64"
+CACHES = (
+    "ca cg cs cv lu wb wt L1::no_allocate L1::evict_first L1::evict_last L1::evict_normal L1::evict_unchanged "
+    "L2::cache_hint L2::64B L2::128B L2::256B L2::evict_first L2::evict_last L2::evict_normal"
+)
+ORDER = "weak volatile relaxed acquire release acq_rel sc cta gpu sys"  # every instruction is seen by all at once
+MEMORY = f"global shared v2 v4 {ORDER} {CACHES} u8 s8 b8 f16 f32 f64 {WORDS} {BITS}"
+
+KNOWN = {
+    "add": f"rn ftz f32 {WORDS}",
+    "sub": f"rn ftz f32 {WORDS}",
+    "min": f"ftz f32 {WORDS}",
+    "max": f"ftz f32 {WORDS}",
+    "neg": "ftz f32 s16 s32 s64",
+    "abs": "ftz f32 s16 s32 s64",
+    "mul": f"rn ftz f32 lo hi wide {WORDS}",
+    "mad": "lo hi wide u32 s32",
+    "fma": "rn ftz f32",
+    "rcp": "rn approx ftz f32",
+    "copysign": "f32",
+    "and": f"pred {BITS}",
+    "or": f"pred {BITS}",
+    "xor": f"pred {BITS}",
+    "not": f"pred {BITS}",
+    "shl": BITS,
+    "shr": f"{WORDS} {BITS}",
+    "bfi": "b32 b64",
+    "prmt": "b32",
+    "selp": f"f32 f64 {WORDS} {BITS}",
+    "setp": f"eq ne lt le gt ge ltu leu gtu geu neu ftz f32 f64 {WORDS} {BITS}",
+    "cvt": f"rn rni rzi satfinite ftz e4m3x2 e5m2x2 f16 bf16 f32 u8 s8 {WORDS}",
+    "cvta": "to global shared u32 u64",
+    "createpolicy": "fractional L2::evict_first L2::evict_last L2::evict_normal L2::evict_unchanged b64",
+    "mov": f"pred f32 f64 {WORDS} {BITS}",
+    "ld": f"param nc {MEMORY}",
+    "st": MEMORY,
+    "atom": f"global shared {ORDER} add min max exch and or xor inc dec cas f32 u32 s32 u64 s64 b32 b64",
+    "red": f"global shared {ORDER} add min max and or xor inc dec f32 u32 s32 u64 s64 b32 b64",
+    "membar": "cta gl sys",
+    "fence": ORDER,
+    "bra": "uni",
+    "ret": "uni",
+    "exit": "",
+    "bar": "warp cta sync",
+    "barrier": "cta sync aligned",
+    "shfl": "sync idx bfly up down b32",
+    "vote": "sync all any ballot pred b32",
+}
+PARTS = {name: frozenset(parts.split()) for name, parts in KNOWN.items()}
+
+
+def check_known(opcode: tuple[str, ...], text: str, line: SourceLine) -> None:
+    """UnknownInstruction, with instruction and source line, unless every part of the opcode is known."""
+    name, *parts = opcode
+    if name not in PARTS:
+        raise UnknownInstruction(f"{name}: unknown instruction {text} at {line}")
+    unknown = [part for part in parts if part not in PARTS[name]]
+    if unknown:
+        raise UnknownInstruction(f"{name}: unknown modifier .{unknown[0]} in {text} at {line}")

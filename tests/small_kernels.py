@@ -1,0 +1,30 @@
+"""Kernels of a few lines, for the tests of the interpreter."""
+
+import numpy as np
+
+from pagedkv import nvrtc
+from pagedkv.arrays import view
+from pagedkv.ptx.machine import Machine
+from pagedkv.ptx.parse import parse_kernel
+
+HEAD = """
+template <int UNUSED>
+__global__ void kernel(float* out, const float* in) {  // [64] each
+  __shared__ alignas(16) float row[64];
+  const int t = threadIdx.x;
+"""
+
+
+def launch(code, *arrays, grid=1, threads=64, seed=None, file="planted.cu"):
+    """Runs ``kernel<0>`` of some source; its parameters are pointers to the arrays."""
+    kernel = parse_kernel(*nvrtc.compile_ptx(code, file, "kernel<0>", "compute_80"))
+    views = [view(array, f"array {i}") for i, array in enumerate(arrays)]
+    params = b"".join(each.pointer.to_bytes(8, "little") for each in views)
+    Machine(kernel, (grid, 1), threads, params, views, seed).run()
+
+
+def run(body, source=None):
+    """Runs HEAD's kernel with this body in one CTA of 64 threads; returns what it wrote to ``out``."""
+    out = np.full(64, np.nan, np.float32)
+    launch(f"{HEAD}  {body}\n}}\n", out, np.arange(64, dtype=np.float32) if source is None else source)
+    return out

@@ -1,0 +1,126 @@
+"""The interpreter computes what the device computes, instruction by instruction, and refuses what it does not know."""
+
+import numpy as np
+import pytest
+from small_kernels import launch, run
+
+from pagedkv.ptx.faults import UnknownInstruction
+
+pytestmark = pytest.mark.ptx
+
+
+def test_a_right_kernel_computes():
+    """Reverses a row through shared memory and adds neighbours by a shuffle."""
+    body = "row[t] = in[t]; __syncthreads(); float x = row[63 - t]; out[t] = x + __shfl_xor_sync(0xffffffffu, x, 1);"
+    source = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    reversed_row = source[::-1]
+    want = reversed_row + reversed_row.reshape(32, 2)[:, ::-1].reshape(64)
+    np.testing.assert_array_equal(run(body, source), want)
+
+
+DIVERGENT = """
+  float x = 0;
+  for (int i = 0; i <= t % 7; i++) { if (i % 2) continue; x += in[i]; }
+  switch (t % 3) { case 0: x *= 2; break; case 1: x -= 1; break; default: x = -x; }
+  out[t] = x + __shfl_sync(0xffffffffu, x, 31 - t % 32);
+"""
+
+
+def test_threads_that_went_apart_meet_again():
+    source = np.random.default_rng(1).standard_normal(64).astype(np.float32)
+    x = np.array([sum((source[i] for i in range(0, t % 7 + 1, 2)), np.float32(0)) for t in range(64)], np.float32)
+    x = np.choose(np.arange(64) % 3, [x * 2, x - 1, -x])
+    want = x + x.reshape(2, 32)[:, ::-1].reshape(64)
+    np.testing.assert_array_equal(run(DIVERGENT, source), want)
+
+
+def test_an_unknown_instruction_is_named():
+    with pytest.raises(UnknownInstruction, match=r"brev: unknown instruction brev\.b32 .* at planted\.cu:6"):
+        run("out[t] = __brev(t) + in[t];")
+
+
+def test_an_unknown_modifier_is_named():
+    with pytest.raises(UnknownInstruction, match=r"cvt: unknown modifier \.sat in cvt\.ftz\.sat\..* at planted\.cu:6"):
+        run("out[t] = __saturatef(in[t] + 1);")
+
+
+def test_an_unknown_operand_is_named():
+    with pytest.raises(UnknownInstruction, match=r"unknown operand 1\.0 at planted\.cu:6"):
+        run('asm("mov.f32 %0, 1.0;" : "=f"(out[t]));')
+
+
+def test_fma_rounds_once():
+    """1 + 2**-12 squared is 1 + 2**-11 + 2**-24: a tie in float32 that only the addend decides."""
+    addend = np.float32(2.0**-90) * np.where(np.arange(64) % 2, -1, 1).astype(np.float32)
+    got = run("float x = 1 + 0x1p-12f; out[t] = fmaf(x, x + 0 * in[t], in[t]);", addend)
+    want = np.where(np.arange(64) % 2, 1 + 2.0**-11, 1 + 2.0**-11 + 2.0**-23).astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_cache_policies_change_no_result():
+    body = """
+      unsigned long long policy; float x;
+      asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+      asm volatile("ld.global.nc.L2::cache_hint.f32 %0, [%1], %2;" : "=f"(x) : "l"(in + t), "l"(policy));
+      asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" :: "l"(out + t), "f"(x), "l"(policy) : "memory");
+    """
+    source = np.random.default_rng(2).standard_normal(64).astype(np.float32)
+    np.testing.assert_array_equal(run(body, source), source)
+
+
+ATOMICS = {  # what each thread does to one word that holds 5, and what is left of 64 values by then
+    "add": ("atomicAdd(word, v)", lambda old, v: old + v),
+    "min": ("atomicMin(word, v)", min),
+    "max": ("atomicMax(word, v)", max),
+    "exch": ("atomicExch(word, v)", lambda old, v: v),
+    "and": ("atomicAnd(word, v)", lambda old, v: old & v),
+    "or": ("atomicOr(word, v)", lambda old, v: old | v),
+    "xor": ("atomicXor(word, v)", lambda old, v: old ^ v),
+    "inc": ("atomicInc(word, 9)", lambda old, v: 0 if old >= 9 else old + 1),
+    "dec": ("atomicDec(word, 9)", lambda old, v: 9 if old == 0 or old > 9 else old - 1),
+    "cas": ("atomicCAS(word, 5, v)", lambda old, v: v if old == 5 else old),
+}
+
+
+@pytest.mark.parametrize("space", ["global", "shared"])
+@pytest.mark.parametrize(("call", "change"), ATOMICS.values(), ids=ATOMICS.keys())
+def test_atomics_take_turns(call, change, space):
+    """One CTA, one word: thread t sees what the threads before it left."""
+    code = f"""template <int N> __global__ void kernel(unsigned* out, const unsigned* in) {{
+      __shared__ unsigned shared;
+      unsigned* word = {"out + 64" if space == "global" else "&shared"};
+      const int t = threadIdx.x;
+      const unsigned v = in[t];
+      if (t == 0) *word = 5;
+      __syncthreads();
+      out[t] = {call};
+      __syncthreads();
+      if (t == 0) out[65] = *word;
+    }}"""
+    given = np.random.default_rng(3).integers(0, 2**31, 64).astype(np.uint32)
+    out = np.full(66, 0xDEADBEEF, np.uint32)
+    launch(code, out, given)
+    seen = [5]
+    for v in given.tolist():
+        seen.append(change(seen[-1], v) & 0xFFFFFFFF)
+    np.testing.assert_array_equal(out[:64], seen[:64])
+    assert out[65] == seen[64]
+
+
+def test_the_seed_draws_which_cta_comes_last():
+    """Every CTA takes a ticket; the one with the highest is another for other seeds."""
+    code = """template <int N> __global__ void kernel(unsigned* ticket, unsigned* counter) {
+      if (threadIdx.x == 0) ticket[blockIdx.x] = atomicAdd(counter, 1u);
+    }"""
+
+    def tickets(seed):
+        out, counter = np.full(8, 99, np.uint32), np.zeros(1, np.uint32)
+        launch(code, out, counter, grid=8, threads=32, seed=seed)
+        assert counter[0] == 8
+        return out.tolist()
+
+    assert tickets(None) == list(range(8))
+    drawn = [tickets(seed) for seed in range(20)]
+    assert all(sorted(each) == list(range(8)) for each in drawn)
+    assert len({each.index(7) for each in drawn}) > 3
+    assert tickets(7) == drawn[7]
