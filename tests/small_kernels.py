@@ -8,6 +8,7 @@ from pagedkv.ptx.machine import Machine
 from pagedkv.ptx.parse import parse_kernel
 
 HEAD = """
+__device__ unsigned smem(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 template <int UNUSED>
 __global__ void kernel(float* out, const float* in) {  // [64] each
   __shared__ alignas(16) float row[64];

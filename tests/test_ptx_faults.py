@@ -11,6 +11,11 @@ from pagedkv.ptx.faults import Fault
 
 pytestmark = pytest.mark.ptx
 
+COPY = """asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(smem(row + t)), "l"(in + t) : "memory");"""
+COMMIT = 'asm volatile("cp.async.commit_group;" ::: "memory");'
+WAIT = 'asm volatile("cp.async.wait_all;" ::: "memory");'
+WAIT_BUT_ONE = 'asm volatile("cp.async.wait_group 1;" ::: "memory");'
+
 # name: body with @ where the fault or the right text goes, the fault, the right text, what is reported
 CASES = {
     "global load outside": ("out[t] = in[@];", "t + 1", "t", "global load outside every array"),
@@ -83,6 +88,42 @@ CASES = {
         "read of shared memory never written",
     ),
     "global atomic outside": ("atomicAdd(out + @, in[t]);", "t * 2", "t", "global atomic outside every array"),
+    "read of a cp.async before its wait": (
+        f"{COPY} @ out[t] = row[t];",
+        "",
+        WAIT,
+        "read of a cp.async before its wait",
+    ),
+    "read of a cp.async whose group is still in flight": (
+        f"{COPY} {COMMIT} {WAIT_BUT_ONE} @ out[t] = row[t];",
+        "",
+        WAIT,
+        "read of a cp.async before its wait",
+    ),
+    "read of another's cp.async before __syncthreads": (
+        f"{COPY} {WAIT} @ out[t] = row[63 - t];",
+        "",
+        "__syncthreads();",
+        "race: shared read after an unordered write",
+    ),
+    "write into a cp.async": (
+        f"{COPY} @ row[t] = 0; {WAIT} out[t] = row[t];",
+        "",
+        WAIT,
+        "write into a cp.async before its wait",
+    ),
+    "cp.async over what is still read": (
+        f"row[t] = in[t]; __syncthreads(); out[t] = row[63 - t]; @ {COPY}",
+        "",
+        "__syncthreads();",
+        "race: shared write after an unordered read",
+    ),
+    "cp.async from outside": (
+        f"{COPY.replace('(in + t)', '(in + @)')} {WAIT} out[t] = row[t];",
+        "t + 1",
+        "t",
+        "global load outside every array",
+    ),
     "two writers": (
         "row[@] = in[t]; __syncthreads(); out[t] = row[t / 2 * 2];",
         "t / 2 * 2",

@@ -35,17 +35,17 @@ def test_threads_that_went_apart_meet_again():
 
 
 def test_an_unknown_instruction_is_named():
-    with pytest.raises(UnknownInstruction, match=r"brev: unknown instruction brev\.b32 .* at planted\.cu:6"):
+    with pytest.raises(UnknownInstruction, match=r"brev: unknown instruction brev\.b32 .* at planted\.cu:7"):
         run("out[t] = __brev(t) + in[t];")
 
 
 def test_an_unknown_modifier_is_named():
-    with pytest.raises(UnknownInstruction, match=r"cvt: unknown modifier \.sat in cvt\.ftz\.sat\..* at planted\.cu:6"):
+    with pytest.raises(UnknownInstruction, match=r"cvt: unknown modifier \.sat in cvt\.ftz\.sat\..* at planted\.cu:7"):
         run("out[t] = __saturatef(in[t] + 1);")
 
 
 def test_an_unknown_operand_is_named():
-    with pytest.raises(UnknownInstruction, match=r"unknown operand 1\.0 at planted\.cu:6"):
+    with pytest.raises(UnknownInstruction, match=r"unknown operand 1\.0 at planted\.cu:7"):
         run('asm("mov.f32 %0, 1.0;" : "=f"(out[t]));')
 
 
@@ -124,3 +124,48 @@ def test_the_seed_draws_which_cta_comes_last():
     assert all(sorted(each) == list(range(8)) for each in drawn)
     assert len({each.index(7) for each in drawn}) > 3
     assert tickets(7) == drawn[7]
+
+
+def test_cp_async_groups_arrive_at_their_waits():
+    """Three groups into three rows; each row is read as soon as its group was waited for, others still in flight."""
+    copy = 'asm volatile("cp.async.{kind}.shared.global [%0], [%1], {size}{zero};" :: "r"(smem({to})), "l"({source}));'
+    code = """
+      __device__ unsigned smem(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+      template <int N> __global__ void kernel(unsigned char* out, const unsigned char* in) {
+        __shared__ alignas(16) unsigned char rows[3][32][16];
+        const int t = threadIdx.x;
+        auto put = [&](int row, int from) {
+          for (int i = 0; i < 16; i++) out[(row * 32 + t) * 16 + i] = rows[row][from][i];
+        };
+        COPY0 asm volatile("cp.async.commit_group;");
+        COPY1 asm volatile("cp.async.commit_group;");
+        COPY2 asm volatile("cp.async.commit_group;");
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+        put(0, t);
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        put(1, t);
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncwarp();
+        put(2, t ^ 5);
+      }"""
+    for row, (kind, size, zero) in enumerate([("cg", 16, ""), ("ca", 8, ""), ("cg", 16, ", 12")]):
+        text = copy.format(kind=kind, size=size, zero=zero, to=f"rows[{row}][t]", source=f"in + ({row} * 32 + t) * 16")
+        if size == 8:
+            text += copy.format(kind=kind, size=8, zero="", to="rows[1][t] + 8", source="in + (32 + t) * 16 + 8")
+        code = code.replace(f"COPY{row}", text)
+    given = np.random.default_rng(4).integers(0, 256, (3, 32, 16)).astype(np.uint8)
+    out = np.full_like(given, 0xEE)
+    launch(code, out, given, threads=32)
+    np.testing.assert_array_equal(out[:2], given[:2])
+    want = given[2][np.arange(32) ^ 5]
+    want[:, 12:] = 0  # which the copy did not read
+    np.testing.assert_array_equal(out[2], want)
+
+
+def test_an_array_inside_another_takes_nothing_from_it():
+    code = """template <int N> __global__ void kernel(float* out, const float* in) {
+      out[threadIdx.x] = in[threadIdx.x % 8];
+    }"""
+    out = np.arange(64, dtype=np.float32)
+    launch(code, out, out[8:16])
+    np.testing.assert_array_equal(out, np.tile(np.arange(8, 16, dtype=np.float32), 8))

@@ -13,6 +13,7 @@ import numpy as np
 from ..arrays import ArrayView
 from . import warp
 from .arithmetic import HANDLERS, bits_of, numpy_type
+from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
 from .faults import Fault, UnknownInstruction
 from .memory import GlobalMemory, SharedMemory, Threads
@@ -49,6 +50,7 @@ class Machine:
         self.params = np.frombuffer(params.ljust(kernel.param_bytes, b"\0"), np.uint8)
         self.memory = GlobalMemory(arrays)
         self.shared = SharedMemory(self.num_ctas, kernel.shared_bytes)
+        self.copies = AsyncCopies(count)
         self.pc, self.state = np.zeros(count, np.int64), np.full(count, RUNNING)
         self.cta_epoch, self.warp_epoch = np.zeros(self.num_ctas, np.int64), np.zeros(count // WARP_SIZE, np.int64)
 
@@ -242,6 +244,7 @@ EFFECTS = {
     "st": _store,
     "atom": atomic,
     "red": atomic,
+    "cp": async_copy,
     "membar": _fence,
     "fence": _fence,
     "shfl": warp.shuffle,

@@ -23,18 +23,25 @@ NOBODY = -1
 
 
 class GlobalMemory:
-    """The buffers a launch may touch, each exactly as far as its array reaches."""
+    """The buffers a launch may touch, each exactly as far as its array reaches; arrays that overlap share one."""
 
     def __init__(self, arrays: list[ArrayView]) -> None:
-        spans = sorted(filter(None, map(_span, arrays)))
+        spans = []
+        for low, high in sorted(filter(None, map(_span, arrays))):
+            if spans and low < spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(high, spans[-1][1]))
+            else:
+                spans.append((low, high))
         self.bases = np.array([low for low, _ in spans], np.uint64)
         self.sizes = np.array([high - low for low, high in spans], np.int64)
         self.buffers = [_bytes_at(low, high - low) for low, high in spans]
 
-    def load(self, addresses: np.ndarray, size: int, count: int, report: Report) -> list[np.ndarray]:
-        """``count`` words of ``size`` bytes from each address."""
+    def load(
+        self, addresses: np.ndarray, size: int, count: int, report: Report, align: int | None = None
+    ) -> list[np.ndarray]:
+        """``count`` words of ``size`` bytes from each address, a multiple of ``align`` or else of all their bytes."""
         words = np.empty((count, addresses.size), UNSIGNED[8 * size])
-        for lanes, buffer, offsets in self._located(addresses, size * count, "load", report):
+        for lanes, buffer, offsets in self._located(addresses, size * count, "load", report, align):
             for i in range(count):
                 words[i, lanes] = _gathered(buffer, offsets + i * size, size)
         return list(words)
@@ -53,7 +60,7 @@ class GlobalMemory:
             before[lanes] = _changed(buffer, lanes, offsets, size, change)
         return before
 
-    def _located(self, addresses: np.ndarray, nbytes: int, what: str, report: Report):
+    def _located(self, addresses: np.ndarray, nbytes: int, what: str, report: Report, align: int | None = None):
         which = np.searchsorted(self.bases, addresses, side="right") - 1
         for buffer in np.unique(which):
             lanes = np.flatnonzero(which == buffer)
@@ -61,7 +68,8 @@ class GlobalMemory:
                 report(f"global {what} outside every array", lanes[0])
             offsets = (addresses[lanes] - self.bases[buffer]).astype(np.int64)
             _first(offsets + nbytes > self.sizes[buffer], lanes, f"global {what} outside every array", report)
-            _first(addresses[lanes] % np.uint64(nbytes) != 0, lanes, f"misaligned {nbytes}-byte global {what}", report)
+            misaligned = addresses[lanes] % np.uint64(align or nbytes) != 0
+            _first(misaligned, lanes, f"misaligned {align or nbytes}-byte global {what}", report)
             yield lanes, self.buffers[buffer], offsets
 
 
@@ -71,11 +79,13 @@ class SharedMemory:
     def __init__(self, num_ctas: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self.data = np.full(num_ctas * nbytes, 0xFF, np.uint8)  # NaN, should an unwritten byte be used after all
+        self.in_flight = np.zeros(self.data.size, np.bool_)  # the target of a cp.async that has not arrived
         self.writer, self.reader, self.changer = (_Access(self.data.size) for _ in range(3))
 
     def load(self, offsets: np.ndarray, size: int, count: int, threads: "Threads", report: Report) -> list[np.ndarray]:
         """``count`` words of ``size`` bytes from each offset in the thread's own CTA."""
         touched = self._touched(offsets, size * count, threads, "load", report)
+        _first(self.in_flight[touched].any(axis=1), None, "read of a cp.async before its wait", report)
         _first((self.writer.thread[touched] == NOBODY).any(axis=1), None, "read of shared memory never written", report)
         _first(self.writer.races(touched, threads), None, "race: shared read after an unordered write", report)
         _first(self.changer.races(touched, threads), None, "race: shared read after an unordered atomic", report)
@@ -85,19 +95,41 @@ class SharedMemory:
     def store(self, offsets: np.ndarray, words: list[Any], size: int, threads: "Threads", report: Report) -> None:
         """Words to each offset in the thread's own CTA."""
         touched = self._touched(offsets, size * len(words), threads, "store", report)
-        _first(self.writer.races(touched, threads), None, "race: shared write after an unordered write", report)
-        _first(self.reader.races(touched, threads), None, "race: shared write after an unordered read", report)
-        _first(self.changer.races(touched, threads), None, "race: shared write after an unordered atomic", report)
+        self._check_write(touched, threads, report)
         self.writer.record(touched, threads)
-        _first((self.writer.thread[touched] != threads.index[:, None]).any(axis=1), None,
-               "race: two threads write one byte of shared memory", report)  # fmt: skip
+        self._check_one_writer(touched, threads, report)
         for i, word in enumerate(words):
             values = np.broadcast_to(np.asarray(word, UNSIGNED[8 * size]), offsets.shape)
             _scatter(self.data, touched[:, i * size], values, size)
 
+    def begin_copy(self, offsets: np.ndarray, nbytes: int, threads: "Threads", report: Report) -> np.ndarray:
+        """A cp.async begins: until it arrives nobody may touch its bytes. Their indices, ``[threads, nbytes]``."""
+        touched = self._touched(offsets, nbytes, threads, "cp.async", report)
+        self._check_write(touched, threads, report)
+        self.data[touched], self.in_flight[touched] = 0xFF, True
+        self.writer.record(touched, threads)
+        self._check_one_writer(touched, threads, report)
+        return touched
+
+    def end_copy(self, touched: np.ndarray, data: np.ndarray, threads: "Threads") -> None:
+        """It has arrived: its thread has written the bytes now."""
+        self.data[touched], self.in_flight[touched] = data, False
+        self.writer.record(touched, threads)
+
+    def _check_write(self, touched: np.ndarray, threads: "Threads", report: Report) -> None:
+        _first(self.in_flight[touched].any(axis=1), None, "write into a cp.async before its wait", report)
+        _first(self.writer.races(touched, threads), None, "race: shared write after an unordered write", report)
+        _first(self.reader.races(touched, threads), None, "race: shared write after an unordered read", report)
+        _first(self.changer.races(touched, threads), None, "race: shared write after an unordered atomic", report)
+
+    def _check_one_writer(self, touched: np.ndarray, threads: "Threads", report: Report) -> None:
+        several = (self.writer.thread[touched] != threads.index[:, None]).any(axis=1)
+        _first(several, None, "race: two threads write one byte of shared memory", report)
+
     def atomic(self, offsets: np.ndarray, size: int, change: Change, threads: "Threads", report: Report) -> np.ndarray:
         """Changes one word per thread, in turn; the words as each found them. Atomics do not race with each other."""
         touched = self._touched(offsets, size, threads, "atomic", report)
+        _first(self.in_flight[touched].any(axis=1), None, "read of a cp.async before its wait", report)
         _first((self.writer.thread[touched] == NOBODY).any(axis=1), None, "read of shared memory never written", report)
         _first(self.writer.races(touched, threads), None, "race: shared atomic after an unordered write", report)
         _first(self.reader.races(touched, threads), None, "race: shared atomic after an unordered read", report)

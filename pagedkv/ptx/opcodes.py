@@ -46,6 +46,7 @@ KNOWN = {
     "st": MEMORY,
     "atom": f"global shared {ORDER} add min max exch and or xor inc dec cas f32 u32 s32 u64 s64 b32 b64",
     "red": f"global shared {ORDER} add min max and or xor inc dec f32 u32 s32 u64 s64 b32 b64",
+    "cp": "async ca cg shared global commit_group wait_group wait_all L2::64B L2::128B L2::256B",
     "membar": "cta gl sys",
     "fence": ORDER,
     "bra": "uni",
