@@ -15,6 +15,7 @@ COPY = """asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(smem(ro
 COMMIT = 'asm volatile("cp.async.commit_group;" ::: "memory");'
 WAIT = 'asm volatile("cp.async.wait_all;" ::: "memory");'
 WAIT_BUT_ONE = 'asm volatile("cp.async.wait_group 1;" ::: "memory");'
+LOCAL = "float own[8]; for (int i = 0; i < 4; i++) own[(i + int(in[t])) % 4] = i;"
 
 # name: body with @ where the fault or the right text goes, the fault, the right text, what is reported
 CASES = {
@@ -123,6 +124,18 @@ CASES = {
         "t + 1",
         "t",
         "global load outside every array",
+    ),
+    "local outside": (
+        f"{LOCAL} own[int(in[t]) % 8 + @] = 1; out[t] = own[int(in[t]) % 3];",
+        "8 * (t / 63)",
+        "0",
+        "local store outside the thread's memory",
+    ),
+    "local never written": (
+        f"{LOCAL} out[t] = own[int(in[t]) % 4 @];",
+        "+ t / 63",
+        "",
+        "read of local memory never written",
     ),
     "two writers": (
         "row[@] = in[t]; __syncthreads(); out[t] = row[t / 2 * 2];",

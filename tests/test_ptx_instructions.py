@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small_kernels import launch, run
 
-from pagedkv.ptx.faults import UnknownInstruction
+from pagedkv.ptx.faults import Fault, UnknownInstruction
 
 pytestmark = pytest.mark.ptx
 
@@ -169,3 +169,34 @@ def test_an_array_inside_another_takes_nothing_from_it():
     out = np.arange(64, dtype=np.float32)
     launch(code, out, out[8:16])
     np.testing.assert_array_equal(out, np.tile(np.arange(8, 16, dtype=np.float32), 8))
+
+
+def test_dynamic_shared_memory_lies_behind_the_static_one():
+    code = """extern __shared__ float dynamic[];
+    template <int N> __global__ void kernel(float* out, const float* in) {
+      __shared__ float fixed[64];
+      const int t = threadIdx.x;
+      dynamic[t] = in[t];
+      fixed[t] = 2 * in[t];
+      __syncthreads();
+      out[t] = dynamic[63 - t] - fixed[63 - t];
+    }"""
+    given, out = np.random.default_rng(5).standard_normal(64).astype(np.float32), np.zeros(64, np.float32)
+    launch(code, out, given, dynamic_shared=256)
+    np.testing.assert_array_equal(out, -given[::-1])
+    with pytest.raises(Fault, match=r"shared store outside the CTA's memory .*thread 63"):
+        launch(code, out, given, dynamic_shared=252)
+
+
+def test_every_thread_has_its_own_local_memory():
+    """Inverts a permutation in each thread, with indices that the compiler cannot know."""
+    code = """template <int N> __global__ void kernel(int* out, const int* in) {
+      const int t = threadIdx.x;
+      int own[8];
+      for (int i = 0; i < 8; i++) own[in[t * 8 + i]] = i;
+      for (int i = 0; i < 8; i++) out[t * 8 + i] = own[i];
+    }"""
+    order = np.random.default_rng(6).permuted(np.tile(np.arange(8, dtype=np.int32), (64, 1)), axis=1)
+    out = np.full_like(order, -1)
+    launch(code, out, order)
+    np.testing.assert_array_equal(out, np.argsort(order, axis=1))

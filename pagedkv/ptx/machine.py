@@ -16,7 +16,7 @@ from .arithmetic import HANDLERS, bits_of, numpy_type
 from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
 from .faults import Fault, UnknownInstruction
-from .memory import GlobalMemory, SharedMemory, Threads
+from .memory import GlobalMemory, LocalMemory, SharedMemory, Threads
 from .operands import constant_value, source_types, storage_type
 from .parse import Address, Constant, Instruction, Kernel, Register, Special, Symbol
 
@@ -25,7 +25,11 @@ RUNNING, AT_BARRIER, DONE = range(3)
 
 
 class Machine:
-    """One launch of a kernel. A seed draws the order of the CTAs; without one they run in the order of the grid."""
+    """One launch of a kernel.
+
+    A seed draws the order of the CTAs; without one they run in the order of the grid. ``dynamic_shared`` is the extent
+    in bytes of the shared memory that the kernel declares ``extern``.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Machine:
         params: bytes,
         arrays: list[ArrayView],
         seed: int | None = None,
+        dynamic_shared: int = 0,
     ) -> None:
         if threads % WARP_SIZE:
             raise ValueError(f"threads: expected a multiple of {WARP_SIZE}, got {threads}")
@@ -49,7 +54,8 @@ class Machine:
         self.registers = {name: np.zeros(count, storage_type(kind)) for name, kind in types}
         self.params = np.frombuffer(params.ljust(kernel.param_bytes, b"\0"), np.uint8)
         self.memory = GlobalMemory(arrays)
-        self.shared = SharedMemory(self.num_ctas, kernel.shared_bytes)
+        self.shared = SharedMemory(self.num_ctas, kernel.memory_bytes["shared"] + dynamic_shared)
+        self.local = LocalMemory(count, kernel.memory_bytes["local"])
         self.copies = AsyncCopies(count)
         self.pc, self.state = np.zeros(count, np.int64), np.full(count, RUNNING)
         self.cta_epoch, self.warp_epoch = np.zeros(self.num_ctas, np.int64), np.zeros(count // WARP_SIZE, np.int64)
@@ -213,6 +219,9 @@ def _load(machine: Machine, instruction: Instruction, threads: np.ndarray) -> No
     elif "shared" in instruction.opcode:
         offsets = machine.addresses(address, "u32", threads).astype(np.int64)
         words = machine.shared.load(offsets, size, len(targets), machine.accessors(threads), report)
+    elif "local" in instruction.opcode:
+        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
+        words = machine.local.load(offsets, size, len(targets), threads, report)
     else:
         words = machine.memory.load(machine.addresses(address, "u64", threads), size, len(targets), report)
     for register, word in zip(targets, words, strict=True):
@@ -229,6 +238,9 @@ def _store(machine: Machine, instruction: Instruction, threads: np.ndarray) -> N
     if "shared" in instruction.opcode:
         offsets = machine.addresses(address, "u32", threads).astype(np.int64)
         machine.shared.store(offsets, words, size, machine.accessors(threads), report)
+    elif "local" in instruction.opcode:
+        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
+        machine.local.store(offsets, words, size, threads, report)
     else:
         machine.memory.store(machine.addresses(address, "u64", threads), words, size, report)
 

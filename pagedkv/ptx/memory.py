@@ -1,10 +1,11 @@
-"""Memory as a kernel sees it: global buffers, one piece of shared memory per CTA, parameters.
+"""Memory as a kernel sees it: global buffers, shared memory of each CTA, local memory of each thread.
 
-Every access is looked at before it happens. Global: inside a buffer that the kernel was given, and aligned. Shared: the
-same, and read only after it was written, and not while another thread's access to the same byte is unordered with it.
-Two accesses are ordered if a barrier of the CTA lies between them or, inside one warp, a ``__syncwarp``. Each byte of
-shared memory remembers its last writer and its last reader with the barriers they had passed, and when it last had
-several readers: a write by the last of them is a race with the others.
+Every access is looked at before it happens: whether it is aligned and lies inside a buffer that the kernel was given,
+or inside the CTA's or thread's own memory, and whether what it reads there was ever written. In shared memory no access
+may be unordered with another thread's to the same byte, unless both only read or both are atomic. Two accesses are
+ordered if a barrier of the CTA lies between them or, inside one warp, a ``__syncwarp``. Each byte of shared memory
+remembers its last writer and its last reader with the barriers they had passed, and when it last had several readers: a
+write by the last of them is a race with the others.
 """
 
 import ctypes
@@ -73,6 +74,34 @@ class GlobalMemory:
             yield lanes, self.buffers[buffer], offsets
 
 
+class LocalMemory:
+    """Each thread's own memory: arrays with an index that the compiler does not know, and spilled registers."""
+
+    def __init__(self, num_threads: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.data, self.written = (
+            np.full(num_threads * nbytes, 0xFF, np.uint8),
+            np.zeros(num_threads * nbytes, np.bool_),
+        )
+
+    def load(self, offsets: np.ndarray, size: int, count: int, index: np.ndarray, report: Report) -> list[np.ndarray]:
+        """``count`` words of ``size`` bytes from each offset in the memory of the threads with these numbers."""
+        touched = self._touched(offsets, size * count, index, "load", report)
+        _first(~self.written[touched].all(axis=1), None, "read of local memory never written", report)
+        return [_gathered(self.data, touched[:, i * size], size) for i in range(count)]
+
+    def store(self, offsets: np.ndarray, words: list[Any], size: int, index: np.ndarray, report: Report) -> None:
+        """Words to each offset in the thread's own memory."""
+        touched = self._touched(offsets, size * len(words), index, "store", report)
+        self.written[touched] = True
+        for i, word in enumerate(words):
+            _scatter(self.data, touched[:, i * size], np.broadcast_to(word, offsets.shape), size)
+
+    def _touched(self, offsets: np.ndarray, nbytes: int, index: np.ndarray, what: str, report: Report) -> np.ndarray:
+        _check_place(offsets, nbytes, self.nbytes, f"local {what}", "the thread's memory", report)
+        return (index * self.nbytes + offsets)[:, None] + np.arange(nbytes)
+
+
 class SharedMemory:
     """Shared memory of all CTAs, with what is known of each byte."""
 
@@ -138,9 +167,7 @@ class SharedMemory:
 
     def _touched(self, offsets: np.ndarray, nbytes: int, threads: "Threads", what: str, report: Report) -> np.ndarray:
         """Indices into ``data`` of every byte of every access, ``[threads, nbytes]``."""
-        outside = (offsets < 0) | (offsets + nbytes > self.nbytes)
-        _first(outside, None, f"shared {what} outside the CTA's memory", report)
-        _first(offsets % nbytes != 0, None, f"misaligned {nbytes}-byte shared {what}", report)
+        _check_place(offsets, nbytes, self.nbytes, f"shared {what}", "the CTA's memory", report)
         return (threads.cta * self.nbytes + offsets)[:, None] + np.arange(nbytes)
 
 
@@ -229,6 +256,11 @@ def _changed(buffer: np.ndarray, lanes: np.ndarray, offsets: np.ndarray, size: i
         before[i] = word[0]
         word[0] = np.asarray(change(lane, word)).view(UNSIGNED[8 * size])
     return before
+
+
+def _check_place(offsets: np.ndarray, nbytes: int, extent: int, what: str, memory: str, report: Report) -> None:
+    _first((offsets < 0) | (offsets + nbytes > extent), None, f"{what} outside {memory}", report)
+    _first(offsets % nbytes != 0, None, f"misaligned {nbytes}-byte {what}", report)
 
 
 def _first(bad: np.ndarray, lanes: np.ndarray | None, what: str, report: Report) -> None:

@@ -14,7 +14,7 @@ CACHES = (
     "L2::cache_hint L2::64B L2::128B L2::256B L2::evict_first L2::evict_last L2::evict_normal"
 )
 ORDER = "weak volatile relaxed acquire release acq_rel sc cta gpu sys"  # every instruction is seen by all at once
-MEMORY = f"global shared v2 v4 {ORDER} {CACHES} u8 s8 b8 f16 f32 f64 {WORDS} {BITS}"
+MEMORY = f"global shared local v2 v4 {ORDER} {CACHES} u8 s8 b8 f16 f32 f64 {WORDS} {BITS}"
 
 KNOWN = {
     "add": f"rn ftz f32 {WORDS}",

@@ -47,7 +47,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """The name of a parameter or of a shared variable, by its offset in that memory."""
+    """The name of a parameter or of a variable in shared or local memory, by its offset there."""
 
     space: str
     offset: int
@@ -82,8 +82,8 @@ class Kernel:
     params: dict[str, int] = field(default_factory=dict)  # offset of each
     param_bytes: int = 0
     registers: dict[str, str] = field(default_factory=dict)  # PTX type of each
-    shared: dict[str, int] = field(default_factory=dict)
-    shared_bytes: int = 0
+    variables: dict[str, dict[str, int]] = field(default_factory=lambda: {"shared": {}, "local": {}})  # offset of each
+    memory_bytes: dict[str, int] = field(default_factory=lambda: {"shared": 0, "local": 0})
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
 
@@ -104,9 +104,10 @@ def parse_kernel(ptx: str, name: str) -> Kernel:
     body = text[head.end() : _closing_brace(text, head.end())]
     parser = _Parser(Kernel(name), files)
     parser.declare_params(head[1])
-    module_scope = text[: head.start()]
-    for declaration in re.findall(r"\.shared\s[^;]*;", module_scope):
-        parser.declare_shared(declaration)
+    declarations = re.findall(r"(?:\.extern\s+)?\.(?:shared|local)\s[^;]*;", text[: head.start()] + body)
+    # Memory whose extent the launch gives comes behind all other.
+    for declaration in sorted(declarations, key=lambda each: each.startswith(".extern")):
+        parser.declare_memory(declaration)
     return parser.parse(body)
 
 
@@ -139,12 +140,15 @@ class _Parser:
             offset += size * int(count or 1)
         self.kernel.param_bytes = offset
 
-    def declare_shared(self, text: str) -> None:
-        # A lone variable has no extent; an array whose extent the launch gives has an empty one.
-        align, bits, name, extent = re.search(r"\.align\s+(\d+)\s+\.[a-z](\d+)\s+([\w$]+)(?:\[(\d*)\])?", text).groups()
-        offset = _aligned(self.kernel.shared_bytes, int(align))
-        self.kernel.shared[name] = offset
-        self.kernel.shared_bytes = offset + int(bits) // 8 * (1 if extent is None else int(extent or 0))
+    def declare_memory(self, text: str) -> None:
+        """A variable in shared or local memory. A lone one has no extent, one that the launch extends an empty one."""
+        space, align, bits, name, extent = re.search(
+            r"\.(shared|local)\s+\.align\s+(\d+)\s+\.[a-z](\d+)\s+([\w$]+)(?:\[(\d*)\])?", text
+        ).groups()
+        offset = _aligned(self.kernel.memory_bytes[space], int(align))
+        self.kernel.variables[space][name] = offset
+        nbytes = int(bits) // 8 * (1 if extent is None else int(extent or 0))
+        self.kernel.memory_bytes[space] = offset + nbytes
 
     def declare_registers(self, text: str) -> None:
         kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", text, re.DOTALL).groups()
@@ -172,13 +176,11 @@ class _Parser:
             self.scopes.pop()
         elif text.endswith(":"):
             self.kernel.labels[text[:-1]] = len(self.kernel.instructions)
-        elif text.startswith(".loc"):
+        elif text.split()[0] == ".loc":
             file, number = map(int, text.split()[1:3])
             self.line = SourceLine(self.files.get(file, "<unknown>"), number)
         elif text.startswith(".reg"):
             self.declare_registers(text)
-        elif text.startswith(".shared"):
-            self.declare_shared(text)
         elif not text.startswith("."):
             self.instruction(text)
 
@@ -207,9 +209,9 @@ class _Parser:
             return Address(self.operand(base), int(offset or 0))
         if "|" in text:  # shfl's second result, whether the lane read another one, is not used by any kernel here
             return self.operand(text.split("|")[0])
-        for space in ("params", "shared"):
-            if text in getattr(self.kernel, space):
-                return Symbol(space, getattr(self.kernel, space)[text])
+        for space, offsets in {"param": self.kernel.params, **self.kernel.variables}.items():
+            if text in offsets:
+                return Symbol(space, offsets[text])
         register = self.register(text)
         if register is not None:
             return register
@@ -238,7 +240,7 @@ def _statements(body: str) -> Iterator[str]:
             yield token
         elif re.fullmatch(r"[\w$]+:", stripped) and not pending.strip():
             yield stripped
-        elif token == ";" or (token == "\n" and pending.lstrip().startswith((".loc", ".pragma"))):
+        elif token == ";" or (token == "\n" and pending.split()[:1] in ([".loc"], [".pragma"])):
             if pending.strip():
                 yield pending.strip()
             pending = ""
