@@ -155,6 +155,12 @@ CASES = {
         "t < 32",
         "warp instruction that only part of a warp reaches",
     ),
+    "threads of a warp at two barriers": (
+        'if ((t & @) == 0) asm volatile("bar.sync 0;"); else asm volatile("bar.sync 0;" ::: "memory"); out[t] = in[t];',
+        "1",
+        "32",
+        "barrier at which the threads of a warp are apart",
+    ),
     "part of a CTA at a barrier": (
         "if (@) __syncthreads(); out[t] = in[t];",
         "t < 32",

@@ -200,3 +200,148 @@ def test_every_thread_has_its_own_local_memory():
     out = np.full_like(order, -1)
     launch(code, out, order)
     np.testing.assert_array_equal(out, np.argsort(order, axis=1))
+
+
+NUMBERS = [1.5, 2.5, -0.7, 3.2, -2.5, np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 7e8, -3e9, 5e9, 1.0, -1.0]
+
+# Name: what is stored for in[t], the same on NumPy arrays.
+ON_FLOATS = {
+    "round to even": ("rintf(x)", np.rint),
+    "truncate": ("truncf(x)", np.trunc),
+    "differs, or not, from 1": ("(x < 1.f || x > 1.f)", lambda x: (x < 1) | (x > 1)),
+    "unequal to 1": ("(x != 1.f)", lambda x: x != 1),
+    "smaller zero": ("__float_as_int(fminf(x, -0.f)) == 0x80000000", lambda x: (x == 0) | (x > 0) | np.isnan(x)),
+    "larger zero": (
+        "__float_as_int(fmaxf(-0.f, x)) == 0",
+        lambda x: (x == 0) & ~np.signbit(x) | (x == np.float32(1e-40)),
+    ),
+    "the NaN of a sum": ("__float_as_int(x + 1.f) == 0x7fffffff", np.isnan),
+    "toward zero as int": (
+        "__float2int_rz(x)",
+        lambda x: np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), posinf=2**31), -(2**31), 2**31 - 1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "same"), ON_FLOATS.values(), ids=ON_FLOATS.keys())
+def test_floats(call, same):
+    source = np.resize(np.array(NUMBERS, np.float32), 64)
+    with np.errstate(invalid="ignore"):
+        want = same(source).astype(np.float32)
+    np.testing.assert_array_equal(run(f"const float x = in[t]; out[t] = {call};", source), want)
+
+
+# Name: type, statements that may set z, what is stored, the same on Python's integers.
+ON_INTEGERS = {
+    "divided by 7": ("long long", "", "x / 7", lambda x, y: abs(x) // 7 * (1 if x > 0 else -1)),
+    "high product, signed": ("long long", "", "__mul64hi(x, y)", lambda x, y: x * y >> 64),
+    "high product, unsigned": ("unsigned long long", "", "__umul64hi(x, y)", lambda x, y: x * y >> 64),
+    "high product, 32 bits": ("int", "", "__mulhi(x, y)", lambda x, y: x * y >> 32),
+    "high product, 16 bits": (
+        "short",
+        'asm("mul.hi.s16 %0, %1, %2;" : "=h"(z) : "h"(x), "h"(y));',
+        "z",
+        lambda x, y: x * y >> 16,
+    ),
+    "two predicates": (
+        "int",
+        """asm("{ .reg .pred p, q; setp.lt.s32 p|q, %1, %2; selp.s32 %0, 1, 0, p; @q add.s32 %0, %0, 2; }"
+            : "=r"(z) : "r"(x), "r"(y));""",
+        "z",
+        lambda x, y: 1 if x < y else 2,
+    ),
+    "a label in each of two scopes": (
+        "int",
+        r"""asm("{ .reg .pred p;\n setp.lt.s32 p, %1, 0;\n mov.s32 %0, 3;\n @p bra DONE;\n mov.s32 %0, 4;\n DONE: }"
+            : "=r"(z) : "r"(x));
+        asm("{ .reg .pred p;\n setp.lt.s32 p, %1, 0;\n @p bra DONE;\n add.s32 %0, %0, 5;\n DONE: xor.b32 %0, %0, 1; }"
+            : "+r"(z) : "r"(y));""",
+        "z",
+        lambda x, y: ((3 if x < 0 else 4) + (0 if y < 0 else 5)) ^ 1,
+    ),
+}
+C_TYPES = {"long long": np.int64, "unsigned long long": np.uint64, "int": np.int32, "short": np.int16}
+
+
+@pytest.mark.parametrize(("kind", "statements", "result", "same"), ON_INTEGERS.values(), ids=ON_INTEGERS.keys())
+def test_integers(kind, statements, result, same):
+    code = f"""template <int N> __global__ void kernel({kind}* out, const {kind}* in) {{
+      {kind} x = in[threadIdx.x], y = in[63 - threadIdx.x], z = 0;
+      {statements}
+      out[threadIdx.x] = {result};
+    }}"""
+    limits = np.iinfo(C_TYPES[kind])
+    source = np.random.default_rng(7).integers(limits.min, limits.max, 64, C_TYPES[kind])
+    source[:8] = [0, 1, 2, 5, limits.max, limits.min, 7, limits.max - 1]
+    out = np.zeros_like(source)
+    launch(code, out, source)
+    assert out.tolist() == [same(x, y) for x, y in zip(source.tolist(), source[::-1].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("call", "lane"),
+    [
+        ("__shfl_down_sync(0xffffffffu, x, 33)", lambda t: t + 1 if t < 31 else t),
+        ("__shfl_up_sync(0xffffffffu, x, 34)", lambda t: t - 2 if t >= 2 else t),
+        ("__shfl_xor_sync(0xffffffffu, x, 35)", lambda t: t ^ 3),
+        ("__shfl_sync(0xffffffffu, x, t + 5, 8)", lambda t: t // 8 * 8 + (t + 5) % 8),
+        ("__shfl_down_sync(0xffffffffu, x, 3, 8)", lambda t: t + 3 if t % 8 < 5 else t),
+        ("__shfl_up_sync(0xffffffffu, x, 3, 16)", lambda t: t - 3 if t % 16 >= 3 else t),
+    ],
+)
+def test_shuffles(call, lane):
+    source = np.random.default_rng(8).standard_normal(64).astype(np.float32)
+    want = source[[t // 32 * 32 + lane(t % 32) for t in range(64)]]
+    np.testing.assert_array_equal(run(f"const float x = in[t]; out[t] = {call};", source), want)
+
+
+def test_a_shuffle_says_whether_there_was_a_lane():
+    body = """
+      unsigned there; int got;
+      asm("{ .reg .pred p; shfl.sync.down.b32 %0|p, %2, 4, 31, -1; selp.u32 %1, 1, 0, p; }"
+          : "=r"(got), "=r"(there) : "r"(t));
+      out[t] = there;
+    """
+    np.testing.assert_array_equal(run(body), np.tile(np.arange(32) < 28, 2))
+
+
+RIGHT = {
+    "a word that all read, then one writes": """
+      if (t == 0) row[0] = 1; __syncthreads(); out[t] = row[0]; __syncthreads();
+      if (t == 0) row[0] += 1; __syncthreads(); out[t] += row[0];
+    """,
+    "a word that a warp reads, then one of its lanes writes": """
+      if (t % 32 == 0) row[t] = 1; __syncwarp(); out[t] = row[t / 32 * 32]; __syncwarp();
+      if (t % 32 == 0) row[t] += 1; __syncwarp(); out[t] += row[t / 32 * 32];
+    """,
+    "atomics, a barrier, an atomic and a read by one thread": """
+      if (t == 0) row[0] = 0; __syncthreads(); atomicAdd(row, 1.f); __syncthreads();
+      if (t == 0) row[1] = atomicAdd(row, 1.f) - 62; __syncthreads(); out[t] = row[1] + 1;
+    """,
+    "a branch that the compiler puts behind the end": """
+      float x = in[t];
+      const int n = x;
+      if (__builtin_expect(n == 3, 0)) { for (int i = 0; i < n; i++) x += in[i + 1]; if (x == 77) return; }
+      const float all = __shfl_sync(0xffffffffu, x, 3);
+      out[t] = t < 32 ? all - 6 : 3;
+    """,
+}
+
+
+@pytest.mark.parametrize("body", RIGHT.values(), ids=RIGHT.keys())
+def test_right_kernels_give_no_report(body):
+    np.testing.assert_array_equal(run(body), np.full(64, 3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("if (t % 32 < 16) __syncwarp(0xffff);", "mask of less than a warp"),
+        ("out[t] = __shfl_xor_sync(0x0000ffffu, t, 1);", "mask of less than a warp"),
+        ("row[t] = 0; const float* from = in[0] > 0 ? row : in; out[t] = from[t];", "generic address of shared memory"),
+        ('asm volatile("bar.sync 1, 32;");', "named barrier"),
+    ],
+)
+def test_what_is_not_known_is_refused(body, what):
+    with pytest.raises(UnknownInstruction, match=what):
+        run(body, np.ones(64, np.float32))

@@ -18,6 +18,8 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 TINY = np.finfo(np.float32).tiny
+SHARED_WINDOW = 1 << 62  # where shared memory lies among generic addresses
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the only one that arithmetic makes
 
 FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0)}
 
@@ -40,12 +42,12 @@ def flushed(values: Any) -> Any:
 
 
 def _float_op(function: Handler) -> Handler:
-    """A float operation with or without ``.ftz``; integers pass through unchanged."""
+    """A float32 operation with or without ``.ftz``; a NaN that it makes is always the same one."""
 
     def handler(opcode: Opcode, *values: Any) -> Any:
-        if "ftz" not in opcode:
-            return function(*values)
-        return flushed(function(*map(flushed, values)))
+        flush = flushed if "ftz" in opcode else np.asarray
+        result = flush(function(*map(flush, values)))
+        return np.where(np.isnan(result), NAN, result)
 
     return handler
 
@@ -73,16 +75,21 @@ def _mul(opcode: Opcode, x: Any, y: Any) -> Any:
 
 
 def _high_product(x: Any, y: Any, kind: str) -> Any:
-    if bits_of(kind) == 32:
-        wide = numpy_type(f"{kind[0]}64")
-        return np.multiply(x, y, dtype=wide) >> wide(32)
+    bits = bits_of(kind)
+    if bits <= 32:
+        wide = numpy_type(f"{kind[0]}{2 * bits}")
+        return (np.multiply(x, y, dtype=wide) >> wide(bits)).astype(numpy_type(kind))
     # By 32-bit halves: no product and no sum of these leaves 64 bits.
-    x, y = np.asarray(x, np.uint64), np.asarray(y, np.uint64)
+    x, y = (np.asarray(value).astype(np.uint64) for value in (x, y))
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     carry = (x & low) * (y & low) >> half
     middle = (x >> half) * (y & low) + carry
     other = (x & low) * (y >> half) + (middle & low)
-    return (x >> half) * (y >> half) + (middle >> half) + (other >> half)
+    high = (x >> half) * (y >> half) + (middle >> half) + (other >> half)
+    if kind[0] == "s":  # a negative factor was taken for one that is 2**64 larger
+        negative, zero = np.uint64(1 << 63), np.uint64(0)
+        high = high - np.where(x & negative, y, zero) - np.where(y & negative, x, zero)
+    return high.astype(numpy_type(kind))
 
 
 def _mad(opcode: Opcode, x: Any, y: Any, z: Any) -> Any:
@@ -102,7 +109,7 @@ def _shift(function: Handler) -> Handler:
 
 def _bfi(opcode: Opcode, x: Any, y: Any, position: Any, length: Any) -> Any:
     unsigned = numpy_type(f"u{bits_of(opcode[-1])}")
-    position, length = unsigned(position), unsigned(length)
+    position, length = (unsigned(value & np.uint32(255)) for value in (position, length))
     mask = ((unsigned(1) << length) - unsigned(1)) << position
     return (y & ~mask) | (x << position & mask)
 
@@ -138,13 +145,27 @@ COMPARISONS = {
 def _setp(opcode: Opcode, x: Any, y: Any) -> Any:
     if "ftz" in opcode:
         x, y = flushed(x), flushed(y)
+    if opcode[1] == "ne" and opcode[-1][0] == "f":  # an ordered one, like all without u
+        return (x < y) | (x > y)
     return COMPARISONS[opcode[1]](x, y)
 
 
+def _smaller(x: Any, y: Any) -> Any:
+    """The number, if one is a NaN; -0 is smaller than +0."""
+    return np.where((x == y) & np.signbit(y), y, np.fmin(x, y))
+
+
+def _larger(x: Any, y: Any) -> Any:
+    return np.where((x == y) & np.signbit(x), y, np.fmax(x, y))
+
+
 def _rounded(values: Any, kind: str, opcode: Opcode) -> Any:
-    if kind == "bf16":
-        return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    if kind in ("bf16", "f16"):
+        narrow = np.asarray(values, np.float32).astype(ml_dtypes.bfloat16 if kind == "bf16" else np.float16)
+        return np.where(np.isnan(values), np.uint16(0x7FFF), narrow.view(np.uint16))
     target = numpy_type(kind)
+    if kind[0] == "f" and ("rni" in opcode or "rzi" in opcode):
+        return (np.trunc(values) if "rzi" in opcode else np.rint(values)).astype(target)
     if kind[0] == "f" or np.asarray(values).dtype.kind != "f":
         return np.asarray(values).astype(target)
     whole = np.asarray(np.trunc(values) if "rzi" in opcode else np.rint(values), np.float64)
@@ -169,21 +190,34 @@ def convert(opcode: Opcode, *values: Any) -> Any:
     return _rounded(value, target, opcode)
 
 
+def _cvta(opcode: Opcode, x: Any) -> Any:
+    if "shared" not in opcode:
+        return x
+    window = numpy_type(opcode[-1])(SHARED_WINDOW)
+    return x - window if "to" in opcode else x + window
+
+
 def _by_operator(function: Handler) -> Handler:
     return lambda opcode, *values: function(*values)
 
 
-def _add_or_float(function: Handler) -> Handler:
-    return lambda opcode, *values: _float_op(function)(opcode, *values) if opcode[-1][0] == "f" else function(*values)
+def _by_type(for_floats: Handler, for_integers: Handler) -> Handler:
+    floats = _float_op(for_floats)
+    return lambda opcode, *values: floats(opcode, *values) if opcode[-1][0] == "f" else for_integers(*values)
+
+
+def _sign_op(function: Handler) -> Handler:
+    """Keeps a NaN as it is but for its sign."""
+    return lambda opcode, value: function(flushed(value) if "ftz" in opcode else value)
 
 
 HANDLERS: dict[str, Handler] = {
-    "add": _add_or_float(np.add),
-    "sub": _add_or_float(np.subtract),
-    "min": _add_or_float(np.fmin),
-    "max": _add_or_float(np.fmax),
-    "neg": _add_or_float(np.negative),
-    "abs": _add_or_float(np.abs),
+    "add": _by_type(np.add, np.add),
+    "sub": _by_type(np.subtract, np.subtract),
+    "min": _by_type(_smaller, np.minimum),
+    "max": _by_type(_larger, np.maximum),
+    "neg": _sign_op(np.negative),
+    "abs": _sign_op(np.abs),
     "mul": _mul,
     "mad": _mad,
     "fma": _float_op(_fma),
@@ -200,6 +234,6 @@ HANDLERS: dict[str, Handler] = {
     "selp": _by_operator(lambda x, y, condition: np.where(condition, x, y)),
     "setp": _setp,
     "cvt": convert,
-    "cvta": _by_operator(lambda x: x),
+    "cvta": _cvta,
     "createpolicy": _by_operator(lambda *fraction: np.uint64(0)),  # caches are not modelled
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arithmetic import bits_of, flushed, numpy_type
+from .moves import global_addresses
 from .parse import Instruction
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ def atomic(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
     wanted, size = numpy_type(kind), bits_of(kind) // 8
     (name,) = [part for part in instruction.opcode[1:] if part in OPERATIONS]
     values = [np.broadcast_to(machine.value(source, kind, threads), threads.shape) for source in sources]
-    # On global memory a float32 sum flushes subnormal numbers, on shared memory it does not.
-    rounded = flushed if kind == "f32" and "global" in instruction.opcode else lambda value: value
+    # A float32 sum flushes subnormal numbers on global memory, not on shared memory.
+    flush = flushed if kind == "f32" and name == "add" and "shared" not in instruction.opcode else np.asarray
 
     def change(thread: int, word: np.ndarray) -> Any:
         old = word.view(wanted)[0]
-        return np.asarray(rounded(OPERATIONS[name](old, *(value[thread] for value in values)))).astype(wanted)
+        return flush(OPERATIONS[name](flush(old)[()], *(flush(value[thread])[()] for value in values))).astype(wanted)
 
     if "shared" in instruction.opcode:
         offsets = machine.addresses(address, "u32", threads).astype(np.int64)
         before = machine.shared.atomic(offsets, size, change, machine.accessors(threads), report)
     else:
-        before = machine.memory.atomic(machine.addresses(address, "u64", threads), size, change, report)
+        before = machine.memory.atomic(global_addresses(machine, address, threads), size, change, report)
     if target is not None:
         machine.set(target, before.view(wanted), threads)

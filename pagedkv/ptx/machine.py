@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import ArrayView
-from . import warp
+from . import moves, warp
 from .arithmetic import HANDLERS, bits_of, numpy_type
 from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
@@ -21,7 +21,7 @@ from .operands import constant_value, source_types, storage_type
 from .parse import Address, Constant, Instruction, Kernel, Register, Special, Symbol
 
 WARP_SIZE = 32
-RUNNING, AT_BARRIER, DONE = range(3)
+RUNNING, AT_BARRIER, AT_WARP, DONE = range(4)
 
 
 class Machine:
@@ -88,13 +88,28 @@ class Machine:
             register, negated = instruction.guard
             taking = active[self.registers[register.name][active] != negated]
         control = CONTROL.get(instruction.opcode[0])
-        if control is not None:
+        if control is not None and not _is_collective(instruction):
             self.pc[active] = at + 1
             control(self, instruction, taking)
             return False
-        if taking.size:
-            self._execute(instruction, taking)
+        if not taking.size:
+            return True
+        if _is_collective(instruction):
+            return self._meet(instruction, active, taking, at)
+        self._execute(instruction, taking)
         return True
+
+    def _meet(self, instruction: Instruction, active: np.ndarray, taking: np.ndarray, at: int) -> bool:
+        """Threads at an instruction of the whole warp wait for its others; whole warps execute it."""
+        warp.check_mask(self, instruction.operands[-1], taking)
+        self.pc[active] = at + 1
+        self.pc[taking], self.state[taking] = at, AT_WARP
+        here = ((self.state == AT_WARP) & (self.pc == at)).reshape(-1, WARP_SIZE).all(axis=1)
+        threads = np.flatnonzero(np.repeat(here, WARP_SIZE))
+        if threads.size:
+            self._execute(instruction, threads)
+            self.pc[threads], self.state[threads] = at + 1, RUNNING
+        return np.array_equal(threads, active)
 
     def _execute(self, instruction: Instruction, threads: np.ndarray) -> None:
         name = instruction.opcode[0]
@@ -107,7 +122,11 @@ class Machine:
                 self.value(source, kind, threads)
                 for source, kind in zip(sources, source_types(instruction, len(sources)), strict=True)
             ]
-            self.set(target, HANDLERS[name](instruction.opcode, *values), threads)
+            result = HANDLERS[name](instruction.opcode, *values)
+            if isinstance(target, list):  # setp's second result
+                target, opposite = target
+                self.set(opposite, ~result, threads)
+            self.set(target, result, threads)
 
     # ---- operands ---------------------------------------------------------------------------------------------------
 
@@ -166,11 +185,32 @@ class Machine:
         by_cta = self.state.reshape(self.num_ctas, self.threads_per_cta)
         complete = (by_cta == AT_BARRIER).all(axis=1)
         if not complete.any():
-            waiting = int(np.flatnonzero(self.state == AT_BARRIER)[0])
-            self.current = self.kernel.instructions[self.pc[waiting] - 1]
-            self.fault("barrier that not every thread of the CTA reaches", waiting)
+            self._report_waiting()
+        at = self.pc.reshape(self.num_ctas, -1, WARP_SIZE)
+        apart = complete & (at != at[:, :, :1]).any(axis=(1, 2))
+        if apart.any():
+            self._report_apart(int(np.argmax(apart)))
         by_cta[complete] = RUNNING
         self.cta_epoch[complete] += 1
+        self.warp_epoch.reshape(self.num_ctas, -1)[complete] += 1
+
+    def _report_waiting(self) -> None:
+        """Nobody can go on: some wait for others of their warp, or of their CTA, that went past or came to an end."""
+        for state, back, what in (
+            (AT_WARP, 0, "warp instruction that only part of a warp reaches"),
+            (AT_BARRIER, 1, "barrier that not every thread of the CTA reaches"),
+        ):
+            waiting = np.flatnonzero(self.state == state)
+            if waiting.size:
+                self.current = self.kernel.instructions[self.pc[waiting[0]] - back]
+                self.fault(what, int(waiting[0]))
+
+    def _report_apart(self, cta: int) -> None:
+        at = self.pc.reshape(-1, WARP_SIZE)
+        warps = np.flatnonzero((at != at[:, :1]).any(axis=1))
+        thread = int(warps[warps // (self.threads_per_cta // WARP_SIZE) == cta][0]) * WARP_SIZE
+        self.current = self.kernel.instructions[self.pc[thread] - 1]
+        self.fault("barrier at which the threads of a warp are apart", thread)
 
 
 # ---- instructions that are not arithmetic ---------------------------------------------------------------------------
@@ -185,64 +225,13 @@ def _return(machine: Machine, instruction: Instruction, threads: np.ndarray) -> 
 
 
 def _barrier(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    if instruction.opcode[1] == "warp":
-        warp.check_whole(machine, threads)
-        machine.warp_epoch[np.unique(threads // WARP_SIZE)] += 1
-    else:
-        machine.state[threads] = AT_BARRIER
+    if len(instruction.operands) != 1 or machine.value(instruction.operands[0], "u32", threads).any():
+        raise UnknownInstruction(f"named barrier in {instruction.text} at {instruction.line}")
+    machine.state[threads] = AT_BARRIER
 
 
-def _move(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    target, source = instruction.operands
-    kind = instruction.type
-    if isinstance(target, list):  # a word taken apart into registers, the first in the low bits
-        bits = bits_of(kind) // len(target)
-        word = machine.value(source, f"u{bits_of(kind)}", threads)
-        for i, register in enumerate(target):
-            machine.set(register, (word >> word.dtype.type(bits * i)).astype(f"u{bits // 8}"), threads)
-    elif isinstance(source, list):
-        bits, wide = bits_of(kind) // len(source), numpy_type(f"u{bits_of(kind)}")
-        parts = [np.asarray(machine.value(part, f"u{bits}", threads)).astype(wide) for part in source]
-        machine.set(target, sum(part << wide(bits * i) for i, part in enumerate(parts)), threads)
-    else:
-        machine.set(target, machine.value(source, kind, threads), threads)
-
-
-def _load(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    targets, address = instruction.operands[:2]  # a third would be a cache policy
-    targets = targets if isinstance(targets, list) else [targets]
-    size, report = bits_of(instruction.type) // 8, machine.reporter(threads)
-    if "param" in instruction.opcode:
-        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
-        where = offsets[:, None] + np.arange(size * len(targets))
-        words = list(machine.params[where].view(f"u{size}").T)
-    elif "shared" in instruction.opcode:
-        offsets = machine.addresses(address, "u32", threads).astype(np.int64)
-        words = machine.shared.load(offsets, size, len(targets), machine.accessors(threads), report)
-    elif "local" in instruction.opcode:
-        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
-        words = machine.local.load(offsets, size, len(targets), threads, report)
-    else:
-        words = machine.memory.load(machine.addresses(address, "u64", threads), size, len(targets), report)
-    for register, word in zip(targets, words, strict=True):
-        machine.set(register, word.view(numpy_type(instruction.type)), threads)
-
-
-def _store(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    address, sources = instruction.operands[:2]
-    size, report = bits_of(instruction.type) // 8, machine.reporter(threads)
-    words = [
-        machine.value(source, f"u{8 * size}", threads)
-        for source in (sources if isinstance(sources, list) else [sources])
-    ]
-    if "shared" in instruction.opcode:
-        offsets = machine.addresses(address, "u32", threads).astype(np.int64)
-        machine.shared.store(offsets, words, size, machine.accessors(threads), report)
-    elif "local" in instruction.opcode:
-        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
-        machine.local.store(offsets, words, size, threads, report)
-    else:
-        machine.memory.store(machine.addresses(address, "u64", threads), words, size, report)
+def _is_collective(instruction: Instruction) -> bool:
+    return instruction.opcode[0] in ("shfl", "vote") or instruction.opcode[:2] == ("bar", "warp")
 
 
 def _fence(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
@@ -251,9 +240,9 @@ def _fence(machine: Machine, instruction: Instruction, threads: np.ndarray) -> N
 
 CONTROL = {"bra": _branch, "ret": _return, "exit": _return, "bar": _barrier, "barrier": _barrier}
 EFFECTS = {
-    "mov": _move,
-    "ld": _load,
-    "st": _store,
+    "mov": moves.move,
+    "ld": moves.load,
+    "st": moves.store,
     "atom": atomic,
     "red": atomic,
     "cp": async_copy,
@@ -261,6 +250,7 @@ EFFECTS = {
     "fence": _fence,
     "shfl": warp.shuffle,
     "vote": warp.vote,
+    "bar": warp.synchronise,
 }
 
 

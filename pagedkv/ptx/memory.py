@@ -172,13 +172,17 @@ class SharedMemory:
 
 
 class Threads:
-    """Some threads of a launch: their number in the grid, CTA, warp, and the barriers they have passed."""
+    """Some threads of a launch: their number in the grid, CTA, warp, and the barriers they have passed.
+
+    An epoch of a warp ends at each barrier of its CTA, too, and no other warp has one of the same number.
+    """
 
     __slots__ = ("cta", "cta_epoch", "index", "warp", "warp_epoch")
 
     def __init__(self, index: np.ndarray, cta: np.ndarray, cta_epoch: np.ndarray, warp_epoch: np.ndarray) -> None:
         self.index, self.cta, self.warp = index, cta, index // 32
-        self.cta_epoch, self.warp_epoch = cta_epoch[cta], warp_epoch[self.warp]
+        self.cta_epoch = cta_epoch[cta]
+        self.warp_epoch = warp_epoch[self.warp] * warp_epoch.size + self.warp
 
 
 class _Access:
@@ -190,7 +194,7 @@ class _Access:
 
     def __init__(self, nbytes: int) -> None:
         self.thread = np.full(nbytes, NOBODY, np.int64)
-        self.cta_epoch, self.warp_epoch = np.zeros(nbytes, np.int64), np.zeros(nbytes, np.int64)
+        self.cta_epoch, self.warp_epoch = np.full(nbytes, -1, np.int64), np.full(nbytes, -1, np.int64)
         self.several_warps, self.several_lanes = np.full(nbytes, -1, np.int64), np.full(nbytes, -1, np.int64)
 
     def record(self, touched: np.ndarray, threads: Threads) -> None:
@@ -204,8 +208,7 @@ class _Access:
         """For each thread, whether another's access to one of its bytes is unordered with it."""
         other_warp, other_lane = self._others(touched, threads)
         other_warp |= self.several_warps[touched] == threads.cta_epoch[:, None]
-        same_cta_epoch = self.cta_epoch[touched] == threads.cta_epoch[:, None]
-        other_lane |= same_cta_epoch & (self.several_lanes[touched] == threads.warp_epoch[:, None])
+        other_lane |= self.several_lanes[touched] == threads.warp_epoch[:, None]
         return (other_warp | other_lane).any(axis=1)
 
     def _join(self, touched: np.ndarray, threads: Threads) -> None:
@@ -216,10 +219,10 @@ class _Access:
     def _others(self, touched: np.ndarray, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
         """Where the remembered thread is unordered with these and of another warp, or another one of the same warp."""
         other, index = self.thread[touched], threads.index[:, None]
-        same_warp = other // 32 == threads.warp[:, None]
-        same_cta_epoch = (other != NOBODY) & (self.cta_epoch[touched] == threads.cta_epoch[:, None])
+        other_warp = (other != NOBODY) & (other // 32 != threads.warp[:, None])
+        same_cta_epoch = self.cta_epoch[touched] == threads.cta_epoch[:, None]
         same_warp_epoch = self.warp_epoch[touched] == threads.warp_epoch[:, None]
-        return same_cta_epoch & ~same_warp, same_cta_epoch & same_warp & same_warp_epoch & (other != index)
+        return other_warp & same_cta_epoch, (other != NOBODY) & (other != index) & same_warp_epoch
 
     @staticmethod
     def _spread(epoch: np.ndarray, touched: np.ndarray) -> np.ndarray:

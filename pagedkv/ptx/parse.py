@@ -55,7 +55,9 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    name: str
+    """A label, by the names it has in the scopes around, innermost first."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -165,7 +167,7 @@ class _Parser:
         for instruction in self.kernel.instructions:
             for operand in instruction.operands:
                 if isinstance(operand, Label):
-                    instruction.target = self.kernel.labels[operand.name]
+                    instruction.target = next(self.kernel.labels[n] for n in operand.names if n in self.kernel.labels)
         return self.kernel
 
     def statement(self, text: str) -> None:
@@ -174,8 +176,10 @@ class _Parser:
             self.scopes.append(f"@{self.num_scopes}")
         elif text == "}":
             self.scopes.pop()
-        elif text.endswith(":"):
-            self.kernel.labels[text[:-1]] = len(self.kernel.instructions)
+        elif label := re.match(r"([\w$]+)\s*:(?!:)\s*", text):
+            self.kernel.labels[label[1] + self.scopes[-1]] = len(self.kernel.instructions)
+            if label.end() < len(text):
+                self.statement(text[label.end() :])
         elif text.split()[0] == ".loc":
             file, number = map(int, text.split()[1:3])
             self.line = SourceLine(self.files.get(file, "<unknown>"), number)
@@ -207,14 +211,16 @@ class _Parser:
         if text.startswith("["):
             base, offset = re.fullmatch(r"\[(.*?)\s*(?:\+\s*(-?\d+))?\]", text).groups()
             return Address(self.operand(base), int(offset or 0))
-        if "|" in text:  # shfl's second result, whether the lane read another one, is not used by any kernel here
-            return self.operand(text.split("|")[0])
+        if "|" in text:  # two results
+            return [self.operand(part) for part in text.split("|")]
         for space, offsets in {"param": self.kernel.params, **self.kernel.variables}.items():
             if text in offsets:
                 return Symbol(space, offsets[text])
         register = self.register(text)
         if register is not None:
             return register
+        if re.fullmatch(r"[A-Za-z_$][\w$]*", text):
+            return Label(tuple(text + suffix for suffix in reversed(self.scopes)))
         literal = _literal(text)
         if literal is None:
             raise UnknownInstruction(f"unknown operand {text} at {self.line}")
@@ -228,7 +234,7 @@ def _literal(text: str) -> Any:
         return Constant(int(text[2:], 16), is_float=True)
     if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
         return Constant(int(text.rstrip("U"), 0))
-    return Label(text) if re.fullmatch(r"[A-Za-z_$][\w$]*", text) else None
+    return None
 
 
 def _statements(body: str) -> Iterator[str]:

@@ -1,9 +1,11 @@
-"""Instructions in which the 32 threads of a warp take part together. All of them must arrive at once."""
+"""Instructions in which the 32 threads of a warp take part together. The machine waits until
+all of them have arrived."""
 
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .faults import UnknownInstruction
 from .parse import Instruction
 
 if TYPE_CHECKING:
@@ -12,12 +14,16 @@ if TYPE_CHECKING:
 LANES = np.arange(32)
 
 
-def check_whole(machine: "Machine", threads: np.ndarray) -> None:
-    """Fault unless the active threads are whole warps."""
-    warps, counts = np.unique(threads // 32, return_counts=True)
-    if (counts != 32).any():
-        lonely = threads[threads // 32 == warps[np.argmax(counts != 32)]][0]
-        machine.fault("warp instruction that only part of a warp reaches", int(lonely))
+def check_mask(machine: "Machine", mask: object, threads: np.ndarray) -> None:
+    """Only masks that name the whole warp are known here."""
+    if (machine.value(mask, "u32", threads) != np.uint32(0xFFFFFFFF)).any():
+        instruction = machine.current
+        raise UnknownInstruction(f"mask of less than a warp in {instruction.text} at {instruction.line}")
+
+
+def synchronise(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
+    """``bar.warp.sync``: orders the accesses of a warp's lanes."""
+    machine.warp_epoch[np.unique(threads // 32)] += 1
 
 
 def by_warp(values: object, threads: np.ndarray) -> np.ndarray:
@@ -27,10 +33,9 @@ def by_warp(values: object, threads: np.ndarray) -> np.ndarray:
 
 def shuffle(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
     """``shfl.sync``: each lane reads a register of another; one outside the segment leaves a lane its own value."""
-    check_whole(machine, threads)
     target, source, position, clamp, _ = instruction.operands
     value, position, clamp = (by_warp(machine.value(o, "u32", threads), threads) for o in (source, position, clamp))
-    position = position.astype(np.int64)
+    position = position.astype(np.int64) & 31
     segment, last = clamp >> np.uint32(8) & np.uint32(31), clamp & np.uint32(31)
     first = LANES & segment
     bound = first | last & ~segment
@@ -43,12 +48,15 @@ def shuffle(machine: "Machine", instruction: Instruction, threads: np.ndarray) -
     }[mode]
     inside = wanted >= bound if mode == "up" else wanted <= bound
     picked = np.take_along_axis(value, np.where(inside, wanted, LANES).astype(np.int64), axis=1)
-    machine.set(target, picked.reshape(-1), threads)
+    targets = target if isinstance(target, list) else [target]
+    for register, result in zip(
+        targets, (picked, inside), strict=False
+    ):  # the second one: whether there was such a lane
+        machine.set(register, result.reshape(-1), threads)
 
 
 def vote(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
     """``vote.sync``: a predicate of all lanes as a mask, or whether any or all of them hold."""
-    check_whole(machine, threads)
     target, source, _ = instruction.operands
     holds = by_warp(machine.value(source, "pred", threads), threads)
     if "ballot" in instruction.opcode:
