@@ -1,5 +1,4 @@
-"""Instructions in which the 32 threads of a warp take part together. The machine waits until
-all of them have arrived."""
+"""Instructions in which the 32 threads of a warp take part together. The machine waits until all have arrived."""
 
 from typing import TYPE_CHECKING
 
@@ -48,11 +47,10 @@ def shuffle(machine: "Machine", instruction: Instruction, threads: np.ndarray) -
     }[mode]
     inside = wanted >= bound if mode == "up" else wanted <= bound
     picked = np.take_along_axis(value, np.where(inside, wanted, LANES).astype(np.int64), axis=1)
-    targets = target if isinstance(target, list) else [target]
-    for register, result in zip(
-        targets, (picked, inside), strict=False
-    ):  # the second one: whether there was such a lane
-        machine.set(register, result.reshape(-1), threads)
+    target, there = target if isinstance(target, list) else (target, None)
+    machine.set(target, picked.reshape(-1), threads)
+    if there is not None:  # whether there was such a lane
+        machine.set(there, inside.reshape(-1), threads)
 
 
 def vote(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
