@@ -285,14 +285,14 @@ def test_run_on_cuda(kv_cache_dtype):
         assert rows[op]["microseconds"] > 0
 
 
-@pytest.mark.gpu
 def test_an_op_without_a_kernel_asked_for_on_cuda(monkeypatch):
     from pagedkv.cli import run as command
 
-    monkeypatch.setattr(command, "has_kernel", lambda op: False)
+    monkeypatch.setattr(command, "check_backend", lambda backend: None)
+    monkeypatch.setattr(command, "has_kernel", lambda op, backend: False)
     result = call("run", "paged_attention_v1", "--backend", "cuda")
     assert result.exit_code == 1
-    assert result.stderr == "Error: paged_attention_v1 has no CUDA kernel yet: use --backend numpy\n"
+    assert result.stderr == "Error: paged_attention_v1 has no kernel yet: use --backend numpy\n"
 
 
 @pytest.mark.gpu

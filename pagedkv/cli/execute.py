@@ -47,7 +47,7 @@ def default_backend() -> str:
 
 
 def check_backend(backend: str) -> None:
-    """ValueError where the machine has not what a backend needs, NotImplementedError for one that is not built."""
+    """ValueError where the machine has not what a backend needs."""
     if backend == "cuda" and machine.why_no_cuda() is not None:
         raise ValueError(f"--backend cuda: {machine.why_no_cuda()}; see pagedkv info, or use --backend numpy")
     if backend == "ptx" and machine.nvrtc_version() is None:
