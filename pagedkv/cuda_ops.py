@@ -15,7 +15,7 @@ from .context import is_checked
 from .dtypes import INT64
 from .problem import CacheWrite
 from .repeats import Pointers, Replay
-from .write_plan import Launch, plan_flash_write, plan_packed_write
+from .write_plan import Launch, plan_flash_write, plan_packed_write, write_arrays
 
 
 def reshape_and_cache_flash(problem: CacheWrite) -> Replay | None:
@@ -31,18 +31,17 @@ def reshape_and_cache(problem: CacheWrite) -> Replay | None:
 def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay | None:
     if problem.num_tokens == 0:
         return None
-    storage, device = problem.cache, problem.key.device
+    device = problem.key.device
     stream = _stream(problem.key.framework, device)
     with cupy.cuda.Device(device):
         slots = _as_int64(problem.slot_mapping, "slot_mapping", stream)
         if is_checked():
             indices.check_slots(problem, _on_host(slots, "slot_mapping", stream))
-            indices.check_scales(storage, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
-        launch = plan(replace(problem, slot_mapping=slots))
+            indices.check_scales(problem.cache, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
+        converted = replace(problem, slot_mapping=slots)
+        launch = plan(converted)
     replay = LaunchReplay(launch, problem.key.framework, device)
-    arrays = (problem.key, problem.value, storage.key, storage.value, slots)
-    scales = (0 if scale.array is None else scale.array.pointer for scale in (storage.k_scale, storage.v_scale))
-    replay([*(array.pointer for array in arrays), *scales])
+    replay([0 if array is None else array.pointer for array in write_arrays(converted)])
     # Slots that had to be converted are new memory at every call.
     return replay if slots is problem.slot_mapping else None
 

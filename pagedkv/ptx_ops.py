@@ -12,7 +12,7 @@ from .kernels import Instance, expanded_source
 from .problem import CacheWrite
 from .ptx.machine import Machine
 from .ptx.parse import Kernel, parse_kernel
-from .write_plan import Launch, plan_flash_write, plan_packed_write
+from .write_plan import Launch, plan_flash_write, plan_packed_write, write_arrays
 
 ARCH = "compute_90"  # virtual: PTX is what runs
 
@@ -34,9 +34,7 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> None:
     if problem.num_tokens == 0:
         return
     problem = replace(problem, slot_mapping=slots)
-    storage = problem.cache
-    scales = [storage.k_scale.array, storage.v_scale.array]
-    launch(plan(problem), [problem.key, problem.value, storage.key, storage.value, slots, *scales])
+    launch(plan(problem), write_arrays(problem))
 
 
 def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:

@@ -142,6 +142,13 @@ def _element(array: ArrayView, name: str) -> int:
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
+def write_arrays(problem: CacheWrite) -> list[ArrayView | None]:
+    """The kernels' pointer parameters in order, None for a null pointer. A call's own arrays come in the same order."""
+    cache = problem.cache
+    arrays = [problem.key, problem.value, cache.key, cache.value, problem.slot_mapping]
+    return [*arrays, cache.k_scale.array, cache.v_scale.array]
+
+
 def write_params(problem: CacheWrite, lanes_per_token_log2: int) -> np.ndarray:
     """The kernel's by-value struct."""
     cache = problem.cache

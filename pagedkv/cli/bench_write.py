@@ -16,7 +16,7 @@ import pagedkv
 
 from . import machine, reference
 from .execute import kernel_instance
-from .inputs import POISON_BYTE, SPARE_BLOCKS
+from .inputs import POISON_BYTE, SPARE_BLOCKS, cache_shapes, slot_view
 from .timing import Stopwatch
 
 TOKENS = (1, 16, 128, 1024, 8192, 65536)
@@ -125,7 +125,8 @@ class WriteBench:
         shape = (num_tokens, self.kv_heads, self.head_size)
         key, value = (random.standard_normal(shape, dtype=np.float32).astype(self.dtype) for _ in "kv")
         num_blocks = -(-num_tokens // self.block_size) + SPARE_BLOCKS
-        caches = (self._poisoned(shape) for shape in self._cache_shapes(kind, num_blocks))
+        axes, dtype = (num_blocks, self.block_size, self.kv_heads, self.head_size), self._storage(kind)
+        caches = (self._poisoned(shape, dtype) for shape in cache_shapes(kind.layout, *axes, dtype))
         return {
             "key": key,
             "value": value,
@@ -147,19 +148,8 @@ class WriteBench:
     def _storage(self, kind: Kind) -> np.dtype:
         return self.dtype if kind.kv_cache_dtype == "auto" else np.dtype(np.uint8)
 
-    def _cache_shapes(self, kind: Kind, num_blocks: int) -> list[tuple[np.dtype, tuple[int, ...]]]:
-        heads, slots, features, dtype = self.kv_heads, self.block_size, self.head_size, self._storage(kind)
-        x = 16 // dtype.itemsize
-        shapes = {
-            "NHD": [(slots, heads, features)] * 2,
-            "HND": [(heads, slots, features)] * 2,
-            "packed": [(heads, features // x, slots, x), (heads, features, slots)],
-        }[kind.layout]
-        return [(dtype, (num_blocks, *shape)) for shape in shapes]
-
     @staticmethod
-    def _poisoned(cache: tuple[np.dtype, tuple[int, ...]]) -> cupy.ndarray:
-        dtype, shape = cache
+    def _poisoned(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
         return cupy.full(int(np.prod(shape)) * dtype.itemsize, POISON_BYTE, np.uint8).view(dtype).reshape(shape)
 
     # ---- what a write must move -------------------------------------------------------------------------------------
@@ -181,19 +171,12 @@ class WriteBench:
         block, offset = cupy.divmod(arguments["slot_mapping"], self.block_size)
         for rows_name, cache_name, scale in (("key", "key_cache", "k_scale"), ("value", "value_cache", "v_scale")):
             cache, rows = arguments[cache_name], arguments[rows_name]
-            stored = self._tokens(kind, cache, block, offset).reshape(rows.shape)
+            stored = slot_view(cache.view(f"u{cache.itemsize}"), kind.layout, block, offset).reshape(rows.shape)
             for got, want in self._pairs(kind, stored, rows, SCALES[scale]):
                 if not bool((got == want).all()):
                     raise _not_timed(kind, f"{cache_name} is wrong")
             if not bool((cache[-SPARE_BLOCKS:].view(np.uint8) == POISON_BYTE).all()):
                 raise _not_timed(kind, f"{cache_name} changed where no token is")
-
-    @staticmethod
-    def _tokens(kind: Kind, cache: cupy.ndarray, block: cupy.ndarray, offset: cupy.ndarray) -> cupy.ndarray:
-        bits = cache.view(f"u{cache.itemsize}")
-        if kind.layout == "NHD":
-            return bits[block, offset]
-        return bits[block, :, offset] if kind.layout == "HND" else bits[block, :, :, offset]
 
     @staticmethod
     def _pairs(kind: Kind, stored: cupy.ndarray, rows: cupy.ndarray, scale: float) -> Iterator[tuple[Any, Any]]:

@@ -5,6 +5,7 @@ The paging here is one assignment per token, on purpose: it shares no code with 
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -130,14 +131,21 @@ def query_lens(batch: Batch) -> np.ndarray:
 
 def poisoned_caches(sizes: Sizes, layout: str, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """A key and a value cache full of NaNs."""
-    heads, tokens, features = sizes.kv_heads, sizes.block_size, sizes.head_size
-    x = 16 // sizes.cache_dtype.itemsize
-    key_shape, value_shape = {
-        "NHD": [(tokens, heads, features)] * 2,
-        "HND": [(heads, tokens, features)] * 2,
-        "packed": [(heads, features // x, tokens, x), (heads, features, tokens)],
+    axes = (num_blocks, sizes.block_size, sizes.kv_heads, sizes.head_size)
+    return tuple(_poison(shape, sizes.cache_dtype) for shape in cache_shapes(layout, *axes, sizes.cache_dtype))
+
+
+def cache_shapes(
+    layout: str, num_blocks: int, block_size: int, kv_heads: int, head_size: int, dtype: np.dtype
+) -> list[tuple[int, ...]]:
+    """Shapes of a key and a value cache."""
+    x = 16 // dtype.itemsize
+    blocks = {
+        "NHD": [(block_size, kv_heads, head_size)] * 2,
+        "HND": [(kv_heads, block_size, head_size)] * 2,
+        "packed": [(kv_heads, head_size // x, block_size, x), (kv_heads, head_size, block_size)],
     }[layout]
-    return tuple(_poison((num_blocks, *shape), sizes.cache_dtype) for shape in (key_shape, value_shape))
+    return [(num_blocks, *block) for block in blocks]
 
 
 def _poison(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -146,8 +154,11 @@ def _poison(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return cache
 
 
-def slot_view(cache: np.ndarray, layout: str, block: int, offset: int) -> np.ndarray:
-    """What a cache holds of one slot: ``[kv_heads, head_size]``, of packed keys ``[kv_heads, head_size / x, x]``."""
+def slot_view(cache: Any, layout: str, block: Any, offset: Any) -> Any:
+    """What a cache holds of one slot: ``[kv_heads, head_size]``, of packed keys ``[kv_heads, head_size / x, x]``.
+
+    Arrays of blocks and offsets give a copy of many slots, one after the other.
+    """
     if layout == "NHD":
         return cache[block, offset]
     if layout == "HND":
