@@ -68,8 +68,7 @@ def _start(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
         report("cp.async that reads more than it writes", int(np.argmax(wanted > size)))
     for count in np.unique(wanted[wanted > 0]):
         lanes = np.flatnonzero(wanted == count)
-        words = machine.memory.load(addresses[lanes], 1, int(count), machine.reporter(threads[lanes]), align=size)
-        data[lanes, :count] = np.stack(words, axis=1)
+        data[lanes, :count] = machine.memory.read(addresses[lanes], int(count), size, machine.reporter(threads[lanes]))
     offsets = machine.addresses(target, "u32", threads).astype(np.int64)
     touched = machine.shared.begin_copy(offsets, size, machine.accessors(threads), report)
     machine.copies.in_flight.append(Copies(threads, machine.copies.committed[threads], touched, data))

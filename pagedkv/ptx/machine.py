@@ -19,8 +19,8 @@ from .faults import Fault, UnknownInstruction
 from .memory import GlobalMemory, LocalMemory, SharedMemory, Threads
 from .operands import constant_value, source_types, storage_type
 from .parse import Address, Constant, Instruction, Kernel, Register, Special, Symbol
+from .warp import WARP_SIZE
 
-WARP_SIZE = 32
 RUNNING, AT_BARRIER, AT_WARP, DONE = range(4)
 
 

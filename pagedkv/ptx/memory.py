@@ -16,6 +16,7 @@ import numpy as np
 
 from ..arrays import ArrayView
 from .arithmetic import UNSIGNED
+from .warp import WARP_SIZE
 
 Report = Callable[[str, int], None]  # says what is wrong, in which of the active threads
 Change = Callable[[int, np.ndarray], Any]  # an active thread and the word it finds, to the word it leaves
@@ -37,31 +38,32 @@ class GlobalMemory:
         self.sizes = np.array([high - low for low, high in spans], np.int64)
         self.buffers = [_bytes_at(low, high - low) for low, high in spans]
 
-    def load(
-        self, addresses: np.ndarray, size: int, count: int, report: Report, align: int | None = None
-    ) -> list[np.ndarray]:
-        """``count`` words of ``size`` bytes from each address, a multiple of ``align`` or else of all their bytes."""
-        words = np.empty((count, addresses.size), UNSIGNED[8 * size])
-        for lanes, buffer, offsets in self._located(addresses, size * count, "load", report, align):
-            for i in range(count):
-                words[i, lanes] = _gathered(buffer, offsets + i * size, size)
-        return list(words)
+    def load(self, addresses: np.ndarray, size: int, count: int, report: Report) -> list[np.ndarray]:
+        """``count`` words of ``size`` bytes from each address."""
+        return words_of(self.read(addresses, size * count, size * count, report), size)
+
+    def read(self, addresses: np.ndarray, nbytes: int, align: int, report: Report) -> np.ndarray:
+        """``[threads, nbytes]`` from each address, which must be a multiple of ``align``."""
+        data = np.empty((addresses.size, nbytes), np.uint8)
+        for lanes, buffer, offsets in self._located(addresses, nbytes, align, "load", report):
+            data[lanes] = buffer[offsets[:, None] + np.arange(nbytes)]
+        return data
 
     def store(self, addresses: np.ndarray, words: list[Any], size: int, report: Report) -> None:
         """Words to each address; of two threads that store to one, the higher wins."""
-        for lanes, buffer, offsets in self._located(addresses, size * len(words), "store", report):
-            for i, word in enumerate(words):
-                values = np.broadcast_to(np.asarray(word, UNSIGNED[8 * size]), addresses.shape)[lanes]
-                _scatter(buffer, offsets + i * size, values, size)
+        data = _bytes_of(words, size, addresses.size)
+        nbytes = data.shape[1]
+        for lanes, buffer, offsets in self._located(addresses, nbytes, nbytes, "store", report):
+            buffer[offsets[:, None] + np.arange(nbytes)] = data[lanes]
 
     def atomic(self, addresses: np.ndarray, size: int, change: Change, report: Report) -> np.ndarray:
         """Changes one word per thread, in turn; the words as each found them."""
         before = np.empty(addresses.size, UNSIGNED[8 * size])
-        for lanes, buffer, offsets in self._located(addresses, size, "atomic", report):
+        for lanes, buffer, offsets in self._located(addresses, size, size, "atomic", report):
             before[lanes] = _changed(buffer, lanes, offsets, size, change)
         return before
 
-    def _located(self, addresses: np.ndarray, nbytes: int, what: str, report: Report, align: int | None = None):
+    def _located(self, addresses: np.ndarray, nbytes: int, align: int, what: str, report: Report):
         which = np.searchsorted(self.bases, addresses, side="right") - 1
         for buffer in np.unique(which):
             lanes = np.flatnonzero(which == buffer)
@@ -69,8 +71,7 @@ class GlobalMemory:
                 report(f"global {what} outside every array", lanes[0])
             offsets = (addresses[lanes] - self.bases[buffer]).astype(np.int64)
             _first(offsets + nbytes > self.sizes[buffer], lanes, f"global {what} outside every array", report)
-            misaligned = addresses[lanes] % np.uint64(align or nbytes) != 0
-            _first(misaligned, lanes, f"misaligned {align or nbytes}-byte global {what}", report)
+            _first(addresses[lanes] % np.uint64(align) != 0, lanes, f"misaligned {align}-byte global {what}", report)
             yield lanes, self.buffers[buffer], offsets
 
 
@@ -88,14 +89,12 @@ class LocalMemory:
         """``count`` words of ``size`` bytes from each offset in the memory of the threads with these numbers."""
         touched = self._touched(offsets, size * count, index, "load", report)
         _first(~self.written[touched].all(axis=1), None, "read of local memory never written", report)
-        return [_gathered(self.data, touched[:, i * size], size) for i in range(count)]
+        return words_of(self.data[touched], size)
 
     def store(self, offsets: np.ndarray, words: list[Any], size: int, index: np.ndarray, report: Report) -> None:
         """Words to each offset in the thread's own memory."""
         touched = self._touched(offsets, size * len(words), index, "store", report)
-        self.written[touched] = True
-        for i, word in enumerate(words):
-            _scatter(self.data, touched[:, i * size], np.broadcast_to(word, offsets.shape), size)
+        self.data[touched], self.written[touched] = _bytes_of(words, size, offsets.size), True
 
     def _touched(self, offsets: np.ndarray, nbytes: int, index: np.ndarray, what: str, report: Report) -> np.ndarray:
         _check_place(offsets, nbytes, self.nbytes, f"local {what}", "the thread's memory", report)
@@ -119,7 +118,7 @@ class SharedMemory:
         _first(self.writer.races(touched, threads), None, "race: shared read after an unordered write", report)
         _first(self.changer.races(touched, threads), None, "race: shared read after an unordered atomic", report)
         self.reader.record(touched, threads)
-        return [_gathered(self.data, touched[:, i * size], size) for i in range(count)]
+        return words_of(self.data[touched], size)
 
     def store(self, offsets: np.ndarray, words: list[Any], size: int, threads: "Threads", report: Report) -> None:
         """Words to each offset in the thread's own CTA."""
@@ -127,9 +126,7 @@ class SharedMemory:
         self._check_write(touched, threads, report)
         self.writer.record(touched, threads)
         self._check_one_writer(touched, threads, report)
-        for i, word in enumerate(words):
-            values = np.broadcast_to(np.asarray(word, UNSIGNED[8 * size]), offsets.shape)
-            _scatter(self.data, touched[:, i * size], values, size)
+        self.data[touched] = _bytes_of(words, size, offsets.size)
 
     def begin_copy(self, offsets: np.ndarray, nbytes: int, threads: "Threads", report: Report) -> np.ndarray:
         """A cp.async begins: until it arrives nobody may touch its bytes. Their indices, ``[threads, nbytes]``."""
@@ -180,7 +177,7 @@ class Threads:
     __slots__ = ("cta", "cta_epoch", "index", "warp", "warp_epoch")
 
     def __init__(self, index: np.ndarray, cta: np.ndarray, cta_epoch: np.ndarray, warp_epoch: np.ndarray) -> None:
-        self.index, self.cta, self.warp = index, cta, index // 32
+        self.index, self.cta, self.warp = index, cta, index // WARP_SIZE
         self.cta_epoch = cta_epoch[cta]
         self.warp_epoch = warp_epoch[self.warp] * warp_epoch.size + self.warp
 
@@ -219,7 +216,7 @@ class _Access:
     def _others(self, touched: np.ndarray, threads: Threads) -> tuple[np.ndarray, np.ndarray]:
         """Where the remembered thread is unordered with these and of another warp, or another one of the same warp."""
         other, index = self.thread[touched], threads.index[:, None]
-        other_warp = (other != NOBODY) & (other // 32 != threads.warp[:, None])
+        other_warp = (other != NOBODY) & (other // WARP_SIZE != threads.warp[:, None])
         same_cta_epoch = self.cta_epoch[touched] == threads.cta_epoch[:, None]
         same_warp_epoch = self.warp_epoch[touched] == threads.warp_epoch[:, None]
         return other_warp & same_cta_epoch, (other != NOBODY) & (other != index) & same_warp_epoch
@@ -243,13 +240,17 @@ def _bytes_at(address: int, nbytes: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
-def _gathered(buffer: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
-    """Words at any byte offset."""
-    return buffer[offsets[:, None] + np.arange(size)].view(UNSIGNED[8 * size])[:, 0]
+def words_of(data: np.ndarray, size: int) -> list[np.ndarray]:
+    """Bytes ``[threads, nbytes]`` as words of ``size`` bytes, an array of all threads for each."""
+    return list(data.view(UNSIGNED[8 * size]).T)
 
 
-def _scatter(buffer: np.ndarray, offsets: np.ndarray, words: np.ndarray, size: int) -> None:
-    buffer[offsets[:, None] + np.arange(size)] = np.ascontiguousarray(words)[:, None].view(np.uint8)
+def _bytes_of(words: list[Any], size: int, num_threads: int) -> np.ndarray:
+    """Words, each a scalar or an array of all threads, as bytes ``[threads, nbytes]``."""
+    data = np.empty((num_threads, len(words)), UNSIGNED[8 * size])
+    for i, word in enumerate(words):
+        data[:, i] = word
+    return data.view(np.uint8)
 
 
 def _changed(buffer: np.ndarray, lanes: np.ndarray, offsets: np.ndarray, size: int, change: Change) -> np.ndarray:

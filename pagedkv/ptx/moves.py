@@ -6,6 +6,7 @@ import numpy as np
 
 from .arithmetic import SHARED_WINDOW, bits_of, numpy_type
 from .faults import UnknownInstruction
+from .memory import words_of
 from .parse import Address, Instruction
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def load(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> N
     if "param" in instruction.opcode:
         offsets = machine.addresses(address, "u64", threads).astype(np.int64)
         where = offsets[:, None] + np.arange(size * len(targets))
-        words = list(machine.params[where].view(f"u{size}").T)
+        words = words_of(machine.params[where], size)
     elif "shared" in instruction.opcode:
         offsets = machine.addresses(address, "u32", threads).astype(np.int64)
         words = machine.shared.load(offsets, size, len(targets), machine.accessors(threads), report)

@@ -10,7 +10,8 @@ from .parse import Instruction
 if TYPE_CHECKING:
     from .machine import Machine
 
-LANES = np.arange(32)
+WARP_SIZE = 32
+LANES = np.arange(WARP_SIZE)
 
 
 def check_mask(machine: "Machine", mask: object, threads: np.ndarray) -> None:
@@ -22,12 +23,12 @@ def check_mask(machine: "Machine", mask: object, threads: np.ndarray) -> None:
 
 def synchronise(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
     """``bar.warp.sync``: orders the accesses of a warp's lanes."""
-    machine.warp_epoch[np.unique(threads // 32)] += 1
+    machine.warp_epoch[np.unique(threads // WARP_SIZE)] += 1
 
 
 def by_warp(values: object, threads: np.ndarray) -> np.ndarray:
     """One row of 32 per warp."""
-    return np.broadcast_to(values, threads.shape).reshape(-1, 32)
+    return np.broadcast_to(values, threads.shape).reshape(-1, WARP_SIZE)
 
 
 def shuffle(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
@@ -61,4 +62,4 @@ def vote(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> N
         result = (holds.astype(np.uint32) << LANES.astype(np.uint32)).sum(axis=1, dtype=np.uint32)
     else:
         result = holds.any(axis=1) if "any" in instruction.opcode else holds.all(axis=1)
-    machine.set(target, np.repeat(result, 32), threads)
+    machine.set(target, np.repeat(result, WARP_SIZE), threads)
