@@ -7,6 +7,8 @@ from writes import (
     LAYOUTS,
     bits,
     check_write,
+    expected_caches,
+    op_of,
     poisoned_caches,
     random_rows,
     runs_of_slots,
@@ -14,6 +16,8 @@ from writes import (
     token_of,
     write,
 )
+
+import pagedkv
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32]
 FORMATS = ["auto", "fp8_e4m3", "fp8_e5m2"]
@@ -187,11 +191,7 @@ def test_strided_inputs_packed(backend, rng):
     key_cache, value_cache = on_device[:, 0].reshape(3, 4, 4, 8, 8), on_device[:, 1].reshape(3, 4, 32, 8)
     slots = scattered_slots(rng, 12, 24)
     expected = poisoned_caches("packed", 3, 8, 4, 32, np.float16)
-    from writes import expected_caches
-
     keys, values = expected_caches(key, value, [np.full_like(c, 127) for c in expected], slots, "packed")
-    import pagedkv
-
     qkv = backend.put(np.concatenate([key, key, value], axis=1))
     pagedkv.reshape_and_cache(qkv[:, 4:8], qkv[:, 8:], key_cache, value_cache, backend.put(slots))
     got = backend.get(on_device)
@@ -200,8 +200,6 @@ def test_strided_inputs_packed(backend, rng):
 
 
 def test_key_and_value_caches_of_different_strides(backend, rng):
-    import pagedkv
-
     key, value = random_rows(rng, 12, 4, 32, np.float16)
     slots = scattered_slots(rng, 12, 24)
     key_buffer = backend.put(np.zeros((3, 4, 8, 32), np.float16))  # HND memory seen as NHD
@@ -330,19 +328,13 @@ def test_slots_narrower_than_the_block_size(backend, rng, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_strided_slots(backend, rng, dtype, layout):
-    import pagedkv
-
     key, value = random_rows(rng, 9, 2, 32, np.float16)
     slots = scattered_slots(rng, 9, 32)
     spread = np.full((9, 3), 10**6, dtype)
     spread[:, 1] = slots
     caches = poisoned_caches(layout, 4, 8, 2, 32, np.float16)
-    from writes import expected_caches
-
     expected = expected_caches(key, value, caches, slots, layout)
     arrays = [backend.put(array) for array in (key, value, *caches)]
-    options = {} if layout == "packed" else {"layout": layout}
-    op = pagedkv.reshape_and_cache if layout == "packed" else pagedkv.reshape_and_cache_flash
-    op(*arrays, backend.put(spread)[:, 1], **options)
+    op_of(layout)(*arrays, backend.put(spread)[:, 1])
     for got, want in zip(arrays[2:], expected, strict=True):
         np.testing.assert_array_equal(bits(backend.get(got)), bits(want))

@@ -2,7 +2,16 @@
 
 import numpy as np
 import pytest
-from writes import LAYOUTS, bits, expected_caches, poisoned_caches, random_rows, scattered_slots
+from writes import (
+    LAYOUTS,
+    bits,
+    expected_caches,
+    op_of,
+    poisoned_caches,
+    random_rows,
+    runs_of_slots,
+    scattered_slots,
+)
 
 import pagedkv
 
@@ -14,13 +23,6 @@ SHAPE = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 64}
 @pytest.fixture
 def cupy():
     return pytest.importorskip("cupy")
-
-
-def op_of(layout):
-    """The op, to be called with arrays and options."""
-    if layout == "packed":
-        return pagedkv.reshape_and_cache
-    return lambda *arrays, **options: pagedkv.reshape_and_cache_flash(*arrays, layout=layout, **options)
 
 
 def case(cupy, rng, layout, num_tokens=40):
@@ -77,7 +79,7 @@ def test_repeated_calls_see_what_changed(cupy, rng):
     """Same shapes again, with another scale, alignment, stride or dtype: each is a launch of its own."""
     key, value = random_rows(rng, 10, 2, 64, np.float16)
     slots = cupy.asarray(scattered_slots(rng, 10, 64))
-    for repeat in range(2):
+    for _ in range(2):
         for scale in (0.5, 2.0):
             options = {"kv_cache_dtype": "fp8", "k_scale": scale, "v_scale": 1.0}
             caches = poisoned_caches("NHD", *SHAPE.values(), np.uint8)
@@ -92,7 +94,6 @@ def test_repeated_calls_see_what_changed(cupy, rng):
             arrays = [shifted, cupy.asarray(value), *map(cupy.asarray, caches), slots]
             pagedkv.reshape_and_cache_flash(*arrays)
             assert_written(arrays, expected_caches(key, value, caches, slots.get(), "NHD"))
-        assert repeat < 2
 
 
 def test_errors_come_at_every_call(cupy, rng):
@@ -128,8 +129,6 @@ def test_writes_follow_the_current_stream(cupy, rng):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_tokens_take_the_wide_tiles(cupy, rng, layout):
     """More tokens than the latency-bound shapes serve, in runs that begin anywhere in a block."""
-    from writes import runs_of_slots
-
     slots, num_blocks = runs_of_slots(rng, [300, 17, 1, 290, 63], 16, first_offset=5)
     key, value = random_rows(rng, slots.size, 2, 64, np.float16)
     caches = poisoned_caches(layout, num_blocks, 16, 2, 64, np.float16)

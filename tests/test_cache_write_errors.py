@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from writes import LAYOUTS, bits, poisoned_caches, random_rows, scattered_slots
+from writes import LAYOUTS, bits, op_of, poisoned_caches, random_rows, scattered_slots
 
 import pagedkv
 
@@ -21,7 +21,7 @@ def arguments(rng, layout, cache_dtype=np.float16):
 def call(backend, layout, given):
     """Calls the op on the backend; returns the caches as they are afterwards, and the error."""
     put = {name: backend.put(a) if isinstance(a, np.ndarray) else a for name, a in given.items()}
-    op = pagedkv.reshape_and_cache if layout == "packed" else pagedkv.reshape_and_cache_flash
+    op = op_of(layout)
     error = None
     try:
         op(**put)
@@ -185,7 +185,7 @@ def test_slots_of_wrong_shapes(backend, rng, layout):
 def test_read_only_cache(rng, name, layout):
     given = arguments(rng, layout)
     given[name].flags.writeable = False
-    op = pagedkv.reshape_and_cache if layout == "packed" else pagedkv.reshape_and_cache_flash
+    op = op_of(layout)
     other = given["value_cache" if name == "key_cache" else "key_cache"]
     before = other.copy()
     with pytest.raises(ValueError, match=f"{name}: expected a writable array, got a read-only one"):
@@ -226,7 +226,7 @@ def test_last_axis_that_is_not_contiguous(backend, rng, layout):
     put = {name: backend.put(a) if isinstance(a, np.ndarray) else a for name, a in given.items()}
     wide = backend.put(np.zeros((10, HEADS, 2 * HEAD_SIZE), np.float16))
     put["key"] = wide[..., ::2]
-    op = pagedkv.reshape_and_cache if layout == "packed" else pagedkv.reshape_and_cache_flash
+    op = op_of(layout)
     with pytest.raises(ValueError, match="key: expected last axis contiguous"):
         op(**put)
 

@@ -4,7 +4,7 @@ import mmap
 
 import numpy as np
 import pytest
-from writes import bits, encoded, random_rows, token_of
+from writes import bits, cache_shapes, encoded, op_of, random_rows, token_of
 
 import pagedkv
 
@@ -38,17 +38,11 @@ def blocks_far_apart(buffer, shape):
 def test_offsets_past_two_and_four_gigabytes(backend, rng, layout):
     key, value = random_rows(rng, 6, HEADS, HEAD_SIZE, np.float16)
     slots = np.array([3, 9, 17, 23, 24, 31])  # blocks 0 to 3
-    shapes = {
-        "NHD": [(NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)] * 2,
-        "HND": [(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_SIZE)] * 2,
-        "packed": [(NUM_BLOCKS, HEADS, HEAD_SIZE // 16, BLOCK_SIZE, 16), (NUM_BLOCKS, HEADS, HEAD_SIZE, BLOCK_SIZE)],
-    }[layout]
+    shapes = cache_shapes(layout, NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE, np.uint8)
     buffers = [sparse_bytes(backend, (NUM_BLOCKS - 1) * BLOCK_STRIDE + 4096) for _ in "kv"]
     caches = [blocks_far_apart(buffer, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
-    op = pagedkv.reshape_and_cache if layout == "packed" else pagedkv.reshape_and_cache_flash
-    options = {} if layout == "packed" else {"layout": layout}
     arrays = [backend.put(key), backend.put(value), *caches, backend.put(slots)]
-    op(*arrays, kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25, **options)
+    op_of(layout)(*arrays, kv_cache_dtype="fp8", k_scale=0.5, v_scale=0.25)
 
     for rows, cache, scale in zip((key, value), caches, (0.5, 0.25), strict=True):
         for token, slot in enumerate(slots):

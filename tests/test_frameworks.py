@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from writes import bits, expected_caches, poisoned_caches, random_rows, scattered_slots
+from writes import bits, expected_caches, op_of, poisoned_caches, random_rows, scattered_slots
 
 import pagedkv
 
@@ -58,8 +58,7 @@ def test_torch_writes(torch, rng, dtype, device, layout):
     slots = scattered_slots(rng, 20, 32)
     expected = expected_caches(key, value, caches, slots, layout)
     tensors = [to_torch(torch, array, device) for array in (key, value, *caches, slots)]
-    op = pagedkv.reshape_and_cache if layout == "packed" else pagedkv.reshape_and_cache_flash
-    op(*tensors, **({} if layout == "packed" else {"layout": layout}))
+    op_of(layout)(*tensors)
     for got, want in zip(tensors[2:4], expected, strict=True):
         np.testing.assert_array_equal(raw_bytes(torch, got).reshape(-1), bits(want).reshape(-1).view(np.uint8))
 

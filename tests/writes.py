@@ -1,5 +1,7 @@
 """Cache writes: poisoned caches in every layout, and where the bytes of each token belong, token by token."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 
@@ -16,18 +18,31 @@ def bits(array):
     return array.view(BITS[array.itemsize])
 
 
-def poisoned_caches(layout, num_blocks, block_size, num_kv_heads, head_size, dtype):
-    """A key and a value cache, every byte poison."""
+def op_of(layout):
+    """The op that writes this layout, to be called with arrays and options."""
+    if layout == "packed":
+        return pagedkv.reshape_and_cache
+    return functools.partial(pagedkv.reshape_and_cache_flash, layout=layout)
+
+
+def cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_size, dtype):
+    """Shapes of a key and a value cache."""
     x = 16 // np.dtype(dtype).itemsize
-    shapes = {
+    return {
         "NHD": [(num_blocks, block_size, num_kv_heads, head_size)] * 2,
         "HND": [(num_blocks, num_kv_heads, block_size, head_size)] * 2,
         "packed": [
             (num_blocks, num_kv_heads, head_size // x, block_size, x),
             (num_blocks, num_kv_heads, head_size, block_size),
         ],
-    }
-    return [np.full(np.prod(shape) * 16 // x, POISON, np.uint8).view(dtype).reshape(shape) for shape in shapes[layout]]
+    }[layout]
+
+
+def poisoned_caches(layout, num_blocks, block_size, num_kv_heads, head_size, dtype):
+    """A key and a value cache, every byte poison."""
+    shapes = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_size, dtype)
+    itemsize = np.dtype(dtype).itemsize
+    return [np.full(np.prod(shape) * itemsize, POISON, np.uint8).view(dtype).reshape(shape) for shape in shapes]
 
 
 def token_of(cache, layout, block, offset):
@@ -70,10 +85,7 @@ def write(backend, key, value, caches, slots, layout, **options):
     """Calls the op of the layout on the backend's arrays; returns the caches as NumPy arrays."""
     put = {name: backend.put(option) if isinstance(option, np.ndarray) else option for name, option in options.items()}
     arrays = [backend.put(array) for array in (key, value, *caches, np.asarray(slots))]
-    if layout == "packed":
-        pagedkv.reshape_and_cache(*arrays, **put)
-    else:
-        pagedkv.reshape_and_cache_flash(*arrays, layout=layout, **put)
+    op_of(layout)(*arrays, **put)
     return [backend.get(array) for array in arrays[2:4]]
 
 
