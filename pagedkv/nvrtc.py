@@ -46,9 +46,9 @@ def compile_instance(instance: Instance, arch: str) -> Compiled:
     )
 
 
-def compile_ptx(source: str, file: str, expression: str, arch: str) -> tuple[str, str]:
+def compile_ptx(source: str, file: str, expression: str, arch: str, *options: str) -> tuple[str, str]:
     """PTX with source lines for a virtual ``arch`` (``compute_90``), and the kernel's name in it."""
-    with _program(source, file, expression, f"-arch={arch}", "-lineinfo") as (program, _):
+    with _program(source, file, expression, f"-arch={arch}", "-lineinfo", *options) as (program, _):
         _, name = _nvrtc().nvrtcGetLoweredName(program, expression.encode())
         return _output(program, "PTX").rstrip(b"\0").decode(), name.decode()
 

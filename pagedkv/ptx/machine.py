@@ -15,6 +15,7 @@ from . import moves, warp
 from .arithmetic import HANDLERS, bits_of, numpy_type
 from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
+from .counters import Counters
 from .faults import Fault, UnknownInstruction
 from .memory import GlobalMemory, LocalMemory, SharedMemory, Threads
 from .operands import constant_value, source_types, storage_type
@@ -28,7 +29,7 @@ class Machine:
     """One launch of a kernel.
 
     A seed draws the order of the CTAs; without one they run in the order of the grid. ``dynamic_shared`` is the extent
-    in bytes of the shared memory that the kernel declares ``extern``.
+    in bytes of the shared memory that the kernel declares ``extern``; ``counters`` are filled where there are some.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class Machine:
         arrays: list[ArrayView],
         seed: int | None = None,
         dynamic_shared: int = 0,
+        counters: Counters | None = None,
     ) -> None:
         if threads % WARP_SIZE:
             raise ValueError(f"threads: expected a multiple of {WARP_SIZE}, got {threads}")
-        self.kernel, self.threads_per_cta = kernel, threads
+        self.kernel, self.threads_per_cta, self.counters = kernel, threads, counters
         self.num_ctas = grid[0] * grid[1]
         count = self.num_ctas * threads
         self.cta = np.arange(count) // threads  # its place in the order of CTAs
@@ -87,6 +89,8 @@ class Machine:
         if instruction.guard is not None:
             register, negated = instruction.guard
             taking = active[self.registers[register.name][active] != negated]
+        if self.counters is not None:
+            self.counters.issue(instruction, active, taking)
         control = CONTROL.get(instruction.opcode[0])
         if control is not None and not _is_collective(instruction):
             self.pc[active] = at + 1
@@ -161,6 +165,18 @@ class Machine:
         """Base plus offset, one per thread."""
         base = np.broadcast_to(self.value(address.base, kind, threads), threads.shape)
         return base + base.dtype.type(address.offset & (1 << bits_of(kind)) - 1)
+
+    # ---- counters ---------------------------------------------------------------------------------------------------
+
+    def count_global(self, addresses: np.ndarray, nbytes: int, threads: np.ndarray, kind: str) -> None:
+        """Each of the threads has accessed that many bytes of global memory."""
+        if self.counters is not None:
+            self.counters.global_access(self.current, addresses, nbytes, threads, kind)
+
+    def count_shared(self, offsets: np.ndarray, nbytes: int, threads: np.ndarray, kind: str) -> None:
+        """Each of the threads has accessed that many bytes of its CTA's shared memory."""
+        if self.counters is not None:
+            self.counters.shared_access(self.current, offsets, nbytes, threads, kind)
 
     # ---- faults and barriers ----------------------------------------------------------------------------------------
 
