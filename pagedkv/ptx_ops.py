@@ -51,7 +51,7 @@ def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:
         params[offset : offset + 8] = pointer.to_bytes(8, "little")
     params[struct_offset:] = planned.params.tobytes()
     given = [array for array in arrays if array is not None]
-    counters = None if _profile.get() is None else Counters()
+    counters = None if _profile.get() is None else Counters(kernel)
     Machine(kernel, planned.grid, planned.threads, bytes(params), given, counters=counters).run()
     if counters is not None:
         _profile.get().append(LaunchProfile(planned, counters))

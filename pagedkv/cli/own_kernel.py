@@ -79,7 +79,7 @@ def profile(
         raise click.ClickException(str(error)) from error
     parsed = parse_kernel(ptx, name)
     arguments = [_argument(text) for text in args]
-    counters, ctas, threads = Counters(), _extents(grid or "1", "--grid"), _extents(block or "128", "--block")
+    counters, ctas, threads = Counters(parsed), _extents(grid or "1", "--grid"), _extents(block or "128", "--block")
     arrays = [view(value, text) for value, text in zip(arguments, args, strict=True) if value.ndim]
     params = _parameters(parsed, arguments)
     try:

@@ -5,8 +5,9 @@ A request is one memory instruction of one warp with the lanes that take part in
 wavefronts: passes in which each of 32 banks gives one 4-byte word. Lanes that ask for 8 or 16 bytes are served by half
 or quarter warps.
 
-What is counted is PTX: the assembler may join, split or drop instructions. No cache is modelled: a sector is a request
-to the memory hierarchy, not a transfer from DRAM.
+What is counted is PTX: the assembler may split, move or drop instructions; of those that it joins only stores side by
+side are known (``joining``). No cache is modelled: a sector is a request to the memory hierarchy, not a transfer from
+DRAM.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .faults import SourceLine
-from .parse import Instruction
+from .joining import joined_stores
+from .parse import Instruction, Kernel
 from .warp import WARP_SIZE
 
 SECTOR, BANK, NUM_BANKS = 32, 4, 32  # bytes, bytes, banks
@@ -53,10 +55,11 @@ class Tally:
 
 
 class Counters:
-    """The tallies of a launch by source line and opcode; the machine fills them."""
+    """The tallies of a launch of a kernel by source line and opcode; the machine fills them."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         self.tallies: dict[tuple[SourceLine, tuple[str, ...]], Tally] = defaultdict(Tally)
+        self.joined = joined_stores(kernel)
 
     def issue(self, instruction: Instruction, active: np.ndarray, taking: np.ndarray) -> None:
         """The warps of ``active`` issue an instruction whose guard holds in ``taking``."""
@@ -68,13 +71,17 @@ class Counters:
         self, instruction: Instruction, addresses: np.ndarray, nbytes: int, threads: np.ndarray, kind: str
     ) -> None:
         """Each thread accesses ``nbytes`` at its address, a multiple of them."""
-        self._tally(instruction).traffic[f"global {kind}"] += _sectors(threads // WARP_SIZE, addresses, nbytes)
+        nbytes = self.joined.get(id(instruction), nbytes)
+        if nbytes:
+            self._tally(instruction).traffic[f"global {kind}"] += _sectors(threads // WARP_SIZE, addresses, nbytes)
 
     def shared_access(
         self, instruction: Instruction, offsets: np.ndarray, nbytes: int, threads: np.ndarray, kind: str
     ) -> None:
         """Each thread accesses ``nbytes`` at its offset in the memory of its CTA, a multiple of them."""
-        self._tally(instruction).traffic[f"shared {kind}"] += _wavefronts(threads, offsets, nbytes)
+        nbytes = self.joined.get(id(instruction), nbytes)
+        if nbytes:
+            self._tally(instruction).traffic[f"shared {kind}"] += _wavefronts(threads, offsets, nbytes)
 
     def by_line(self) -> dict[SourceLine, Tally]:
         """All opcodes of a line together, lines in order of file and number."""
