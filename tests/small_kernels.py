@@ -17,9 +17,11 @@ __global__ void kernel(float* out, const float* in) {  // [64] each
 """
 
 
-def launch(code, *arrays, grid=1, threads=64, seed=None, dynamic_shared=0, file="planted.cu", counted=False):
+def launch(
+    code, *arrays, grid=1, threads=64, seed=None, dynamic_shared=0, file="planted.cu", arch="compute_80", counted=False
+):
     """Runs ``kernel<0>`` of some source; its parameters are pointers to the arrays. -> counters, if wanted"""
-    kernel = parse_kernel(*nvrtc.compile_ptx(code, file, "kernel<0>", "compute_80"))
+    kernel = parse_kernel(*nvrtc.compile_ptx(code, file, "kernel<0>", arch))
     views = [view(array, f"array {i}") for i, array in enumerate(arrays)]
     params = b"".join(each.pointer.to_bytes(8, "little") for each in views)
     counters = Counters(kernel) if counted else None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import ArrayView
-from . import moves, warp
+from . import moves, tensor, warp
 from .arithmetic import HANDLERS, bits_of, numpy_type
 from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
@@ -109,7 +109,8 @@ class Machine:
 
     def _meet(self, instruction: Instruction, active: np.ndarray, taking: np.ndarray, at: int) -> bool:
         """Threads at an instruction of the whole warp wait for its others; whole warps execute it."""
-        warp.check_mask(self, instruction.operands[-1], taking)
+        if instruction.opcode[0] not in tensor.EFFECTS:  # which have no mask: they are the whole warp's
+            warp.check_mask(self, instruction.operands[-1], taking)
         self.pc[active] = at + 1
         self.pc[taking], self.state[taking] = at, AT_WARP
         here = ((self.state == AT_WARP) & (self.pc == at)).reshape(-1, WARP_SIZE).all(axis=1)
@@ -251,7 +252,7 @@ def _barrier(machine: Machine, instruction: Instruction, threads: np.ndarray) ->
 
 
 def _is_collective(instruction: Instruction) -> bool:
-    return instruction.opcode[0] in ("shfl", "vote") or instruction.opcode[:2] == ("bar", "warp")
+    return instruction.opcode[0] in COLLECTIVES or instruction.opcode[:2] == ("bar", "warp")
 
 
 def _fence(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
@@ -271,7 +272,9 @@ EFFECTS = {
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "bar": warp.synchronise,
+    **tensor.EFFECTS,
 }
+COLLECTIVES = {"shfl", "vote", *tensor.EFFECTS}
 
 
 # ---- registers -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 PTX puts much of an instruction's meaning into the parts of its opcode: ``add.sat.f32`` is not ``add.f32``. A part that
 is not listed here is an error, so that nothing is computed by ignoring it. Parts that only guide caches change no
-result and are listed with the memory instructions.
+result and are listed with the memory instructions. A bar sets apart forms that have no parts in common: those of one
+opcode must stand on one side.
 """
 
 from .faults import SourceLine, UnknownInstruction
@@ -15,6 +16,7 @@ CACHES = (
 )
 ORDER = "weak volatile relaxed acquire release acq_rel sc cta gpu sys"  # every instruction is seen by all at once
 MEMORY = f"global shared local v2 v4 {ORDER} {CACHES} u8 s8 b8 f16 f32 f64 {WORDS} {BITS}"
+MMA = "sync aligned row col f32"
 
 KNOWN = {
     "add": f"rn ftz f32 {WORDS}",
@@ -56,15 +58,18 @@ KNOWN = {
     "barrier": "cta sync aligned",
     "shfl": "sync idx bfly up down b32",
     "vote": "sync all any ballot pred b32",
+    "ldmatrix": "sync aligned m8n8 x1 x2 x4 trans shared b16",
+    "movmatrix": "sync aligned m8n8 trans b16",
+    "mma": f"{MMA} m16n8k8 m16n8k16 f16 | {MMA} m16n8k8 m16n8k16 bf16 | {MMA} m16n8k32 e4m3 e5m2",
 }
-PARTS = {name: frozenset(parts.split()) for name, parts in KNOWN.items()}
+FORMS = {name: [frozenset(parts.split()) for parts in forms.split("|")] for name, forms in KNOWN.items()}
 
 
 def check_known(opcode: tuple[str, ...], text: str, line: SourceLine) -> None:
     """UnknownInstruction, with instruction and source line, unless every part of the opcode is known."""
     name, *parts = opcode
-    if name not in PARTS:
+    if name not in FORMS:
         raise UnknownInstruction(f"{name}: unknown instruction {text} at {line}")
-    unknown = [part for part in parts if part not in PARTS[name]]
+    unknown = min(([part for part in parts if part not in form] for form in FORMS[name]), key=len)
     if unknown:
         raise UnknownInstruction(f"{name}: unknown modifier .{unknown[0]} in {text} at {line}")
