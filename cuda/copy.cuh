@@ -42,6 +42,12 @@ struct Pack {
     memcpy(&element, reinterpret_cast<const char*>(&word) + i * sizeof(T), sizeof(T));
     return element;
   }
+  // The i-th 32 bits.
+  __device__ __forceinline__ uint32_t bits(int i) const {
+    uint32_t bits;
+    memcpy(&bits, reinterpret_cast<const char*>(&word) + i * 4, 4);
+    return bits;
+  }
   __device__ __forceinline__ void set(int i, T element) { set_bits(i, element); }
   // Sets as many elements from the i-th on as the value has bits for.
   template <class U>
@@ -60,6 +66,25 @@ __device__ __forceinline__ Pack<T, N> load(const T* source) {
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> load_shared(const T* source) {
   return {*reinterpret_cast<const typename Pack<T, N>::word_t*>(source)};
+}
+
+// Reads N elements wherever they begin, at once only where they are aligned.
+template <int N, bool IS_ALIGNED, class T>
+__device__ __forceinline__ Pack<T, N> load_elements(const T* source) {
+  if constexpr (IS_ALIGNED) return load<N>(source);
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; i++) pack.set(i, __ldg(source + i));
+  return pack;
+}
+
+// Copies N elements into this thread's place in shared memory, asynchronously where they are aligned; zeros if they are not
+// `there`.
+template <int N, bool IS_ALIGNED, class T>
+__device__ __forceinline__ void copy_elements(T* target_smem, const T* source, bool there) {
+  if constexpr (IS_ALIGNED) return copy_async<N * sizeof(T)>(target_smem, source, there);
+#pragma unroll
+  for (int i = 0; i < N; i++) target_smem[i] = there ? source[i] : T{};
 }
 
 template <class T, int N>

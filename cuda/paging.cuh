@@ -15,4 +15,32 @@ __device__ __forceinline__ SlotPosition locate(int64_t slot, const FastDivisor& 
   return {block, static_cast<int32_t>(slot - block * block_size.divisor)};
 }
 
+// The keys and values of one sequence and kv head in a packed cache, those that a query sees. Blocks without any are never
+// followed: their ids may be anything.
+template <class cache_t, int BLOCK_SIZE>
+struct PackedSequence {
+  static constexpr int X = 16 / sizeof(cache_t);  // features of a pack of K, tokens of a pack of V
+
+  const cache_t* key;  // of the kv head, block 0
+  const cache_t* value;
+  const int32_t* block_table;  // of the sequence
+  int64_t table_step, key_block_stride, value_block_stride;
+  int32_t first_token, end_token;
+
+  // Whether any of `count` tokens is seen.
+  __device__ __forceinline__ bool sees(int32_t token, int32_t count) const {
+    return token < end_token && token + count > first_token;
+  }
+  // The block of a token; 0, which is always there, for one next to which none is seen.
+  __device__ __forceinline__ int32_t block_of(int32_t token, int32_t count) const {
+    return sees(token, count) ? block_table[token / BLOCK_SIZE * table_step] : 0;
+  }
+  __device__ __forceinline__ const cache_t* key_pack(int32_t block, int32_t token, int32_t pack) const {
+    return key + block * key_block_stride + (pack * BLOCK_SIZE + token % BLOCK_SIZE) * X;
+  }
+  __device__ __forceinline__ const cache_t* values_of(int32_t block, int32_t token, int32_t feature) const {
+    return value + block * value_block_stride + feature * BLOCK_SIZE + token % BLOCK_SIZE;
+  }
+};
+
 }  // namespace pagedkv

@@ -35,6 +35,41 @@ struct CacheWriteParams {
   int32_t lanes_per_token_log2;  // flash layouts: threads that share a token
 };
 
+// Attention of one query token per sequence. Strides are in elements.
+struct DecodeParams {
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t key_block_stride;
+  int64_t key_head_stride;
+  int64_t value_block_stride;
+  int64_t value_head_stride;
+  int64_t table_stride;  // between the rows of the block table
+  int64_t table_step;    // inside one
+  int64_t seq_len_stride;
+  int64_t out_token_stride;
+  int64_t out_head_stride;
+  int64_t out_feature_stride;
+  int64_t lse_head_stride;
+  int64_t lse_token_stride;
+  int64_t slope_stride;
+  int64_t sink_stride;
+  float scale;  // of q . k
+  float softcap;  // 0 for none
+  float k_scale;  // used where the kernel's pointer is null
+  float v_scale;
+  int32_t k_scale_stride;  // between the scales of heads, 0 where all share one
+  int32_t v_scale_stride;
+  int32_t num_seqs;
+  int32_t queries_per_kv;
+  int32_t units_per_kv_head;   // parts of a group
+  int32_t units_per_sequence;  // num_kv_heads times those
+  int32_t window_left;         // -1 for no bound
+  int32_t partition_size;      // tokens; 0 for equal shares
+  int32_t num_partitions;      // of a sequence, at most
+  int32_t num_slots;           // of the workspace
+  int32_t sinks_are_float32;   // else they have the query's dtype
+};
+
 // The ceilings a benchmark measures beside its kernels.
 struct StreamParams {
   int64_t num_packs;  // of 16 bytes

@@ -1,5 +1,9 @@
 // PTX that CUDA C++ has no other word for. The only place with inline assembly.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "types.cuh"
 
 namespace pagedkv {
 
@@ -39,6 +43,62 @@ __device__ __forceinline__ void store_whole(uint2* target, uint2 word) {
 __device__ __forceinline__ void store_whole(uint4* target, uint4 word) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)), "r"(word.x),
                "r"(word.y), "r"(word.z), "r"(word.w));
+}
+
+// 2^x within two units in the last place; 0 where that would be subnormal.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+// ---- asynchronous copies --------------------------------------------------------------------------------------------
+
+// Begins to copy 8 or 16 bytes into shared memory; zeros if `there` is false, and then nothing is read.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* target_smem, const void* source, bool there) {
+  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(target_smem)), nbytes = there ? BYTES : 0;
+  const uint64_t from = __cvta_generic_to_global(source);
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(from), "r"(nbytes)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(target), "l"(from), "n"(BYTES),
+                 "r"(nbytes)
+                 : "memory");
+}
+
+// Makes a group of the copies that this thread began since the last one.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for this thread's groups but for the youngest ones.
+template <int YOUNGEST>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
+}
+
+// ---- tensor cores: a warp's fragments, each word two numbers --------------------------------------------------------
+
+// D = A B + D with A [16, 16] and B [16, 8]. Lane l holds of A rows l / 4 and l / 4 + 8, of B column l / 4; of both the
+// numbers 2 (l % 4) and the next along k, and those 8 further on; of D columns 2 (l % 4) and the next.
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                             __nv_bfloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Transposes an 8 x 8 matrix: lane l holds the numbers 2 (l % 4) and the next of row l / 4.
+__device__ __forceinline__ uint32_t transposed(uint32_t matrix) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+  return result;
 }
 
 }  // namespace pagedkv

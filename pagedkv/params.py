@@ -37,12 +37,47 @@ CACHE_WRITE_PARAMS = _struct(
     lanes_per_token_log2=INT32,
 )
 
+DECODE_PARAMS = _struct(
+    query_token_stride=INT64,
+    query_head_stride=INT64,
+    key_block_stride=INT64,
+    key_head_stride=INT64,
+    value_block_stride=INT64,
+    value_head_stride=INT64,
+    table_stride=INT64,
+    table_step=INT64,
+    seq_len_stride=INT64,
+    out_token_stride=INT64,
+    out_head_stride=INT64,
+    out_feature_stride=INT64,
+    lse_head_stride=INT64,
+    lse_token_stride=INT64,
+    slope_stride=INT64,
+    sink_stride=INT64,
+    scale=FLOAT32,
+    softcap=FLOAT32,
+    k_scale=FLOAT32,
+    v_scale=FLOAT32,
+    k_scale_stride=INT32,
+    v_scale_stride=INT32,
+    num_seqs=INT32,
+    queries_per_kv=INT32,
+    units_per_kv_head=INT32,
+    units_per_sequence=INT32,
+    window_left=INT32,
+    partition_size=INT32,
+    num_partitions=INT32,
+    num_slots=INT32,
+    sinks_are_float32=INT32,
+)
+
 STREAM_PARAMS = _struct(num_packs=INT64, never=UINT32)
 
 STRUCTS = {
     "FastDivisor": FAST_DIVISOR,
     "CacheWriteSide": CACHE_WRITE_SIDE,
     "CacheWriteParams": CACHE_WRITE_PARAMS,
+    "DecodeParams": DECODE_PARAMS,
     "StreamParams": STREAM_PARAMS,
 }
 

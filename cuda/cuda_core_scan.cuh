@@ -1,0 +1,125 @@
+// A warp's scan of tiles of one sequence in float32, for up to HEADS query heads that share a kv head. A lane scores one
+// token of a tile for all heads, then accumulates some features over all tokens. Queries and weights are read from shared
+// memory, where all lanes want the same word.
+#pragma once
+#include "copy.cuh"
+#include "paging.cuh"
+#include "scores.cuh"
+#include "softmax.cuh"
+
+namespace pagedkv {
+
+template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, bool IS_ALIGNED>
+class CudaCoreScan {
+  static constexpr uint32_t WARP = 0xffffffffu;
+  static constexpr int X = 4, LANE_FEATURES = (HEAD_SIZE + 31) / 32;
+
+ public:
+  static constexpr int TILE_TOKENS = 32;
+  static constexpr int SMEM_BYTES = HEADS * (HEAD_SIZE + TILE_TOKENS) * 4;  // of a warp
+
+  __device__ __forceinline__ CudaCoreScan(const PackedSequence<float, BLOCK_SIZE>& sequence, void* smem)
+      : sequence_(sequence), query_smem_(static_cast<float*>(smem)), weights_smem_(query_smem_ + HEADS * HEAD_SIZE) {
+#pragma unroll
+    for (int head = 0; head < HEADS; head++) max_logit_[head] = -CUDART_INF_F;
+  }
+
+  // Scans the tiles `first`, `first + step` ... below `end`. `query` has rows of `num_heads` heads.
+  __device__ __forceinline__ void run(int32_t first, int32_t end, int32_t step, const float* query, int64_t head_stride,
+                                      int num_heads, const ScoreOptions& options) {
+    __syncwarp();
+    for (int i = lane(); i < HEADS * HEAD_SIZE; i += 32) {
+      const int head = i / HEAD_SIZE;
+      query_smem_[i] = head < num_heads ? query[head * head_stride + i % HEAD_SIZE] : 0.0f;
+    }
+    __syncwarp();
+    for (int32_t tile = first; tile < end; tile += step) {
+      const int32_t token = tile * TILE_TOKENS + lane();
+      const bool is_seen = sequence_.sees(token, 1);
+      float scores[HEADS] = {};
+      if (is_seen) multiply_keys(token, scores);
+      __syncwarp();  // the weights of the tile before have been read
+#pragma unroll
+      for (int head = 0; head < HEADS; head++) {
+        const float slope = head < num_heads ? options.slope(head) : 0.0f;
+        update(head, is_seen ? options.logit(scores[head], slope, token) : -CUDART_INF_F);
+      }
+      __syncwarp();
+      multiply_values(tile * TILE_TOKENS);
+    }
+  }
+
+  // Leaves accumulators [HEADS, row_stride] and states [HEADS] in shared memory.
+  __device__ __forceinline__ void leave(float* acc_smem, int row_stride, SoftmaxState* states_smem) {
+#pragma unroll
+    for (int head = 0; head < HEADS; head++) {
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; i++)
+        if (feature(i) < HEAD_SIZE) acc_smem[head * row_stride + feature(i)] = acc_[i][head];
+      if (lane() == 0) states_smem[head] = {max_logit_[head], exp_sum_[head]};
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int feature(int i) { return i * 32 + lane(); }
+
+  // S^T = K Q^T  [TILE_TOKENS, HEADS]
+  __device__ __forceinline__ void multiply_keys(int32_t token, float (&scores)[HEADS]) const {
+    const int32_t block = sequence_.block_of(token, 1);
+#pragma unroll 4
+    for (int pack = 0; pack < HEAD_SIZE / X; pack++) {
+      const auto keys = load_elements<X, IS_ALIGNED>(sequence_.key_pack(block, token, pack));
+#pragma unroll
+      for (int head = 0; head < HEADS; head++) {
+        const auto queries = load_shared<X>(query_smem_ + head * HEAD_SIZE + pack * X);
+#pragma unroll
+        for (int i = 0; i < X; i++) scores[head] = fmaf(keys.get(i), queries.get(i), scores[head]);
+      }
+    }
+  }
+
+  // Takes one logit of every lane into a head's state, and leaves their weights in shared memory.
+  __device__ __forceinline__ void update(int head, float logit) {
+    float largest = fmaxf(logit, max_logit_[head]);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, distance));
+    const float factor = weight(max_logit_[head], largest), mine = weight(logit, largest);
+    float sum = mine;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(WARP, sum, distance);
+    max_logit_[head] = largest;
+    exp_sum_[head] = exp_sum_[head] * factor + sum;
+    weights_smem_[head * TILE_TOKENS + lane()] = mine;
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; i++) acc_[i][head] *= factor;
+  }
+
+  // O^T += V^T P^T  [HEAD_SIZE, HEADS]. Values next to seen ones may be anything, and 0 x NaN is NaN.
+  __device__ __forceinline__ void multiply_values(int32_t first_token) {
+#pragma unroll 2
+    for (int32_t token = first_token; token < first_token + TILE_TOKENS; token += X) {
+      if (!sequence_.sees(token, X)) continue;
+      const int32_t block = sequence_.block_of(token, X);
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; i++) {
+        if (feature(i) >= HEAD_SIZE) continue;
+        const auto values = load_elements<X, IS_ALIGNED>(sequence_.values_of(block, token, feature(i)));
+#pragma unroll
+        for (int head = 0; head < HEADS; head++) {
+          const auto weights = load_shared<X>(weights_smem_ + head * TILE_TOKENS + (token - first_token));
+#pragma unroll
+          for (int j = 0; j < X; j++)
+            if (sequence_.sees(token + j, 1)) acc_[i][head] = fmaf(values.get(j), weights.get(j), acc_[i][head]);
+        }
+      }
+    }
+  }
+
+  const PackedSequence<float, BLOCK_SIZE>& sequence_;
+  float* query_smem_;
+  float* weights_smem_;
+  float acc_[LANE_FEATURES][HEADS] = {}, exp_sum_[HEADS] = {}, max_logit_[HEADS];
+};
+
+}  // namespace pagedkv

@@ -1,0 +1,54 @@
+// Packs of a cache as words of two numbers that tensor cores multiply. fp8 codes become float16, which holds all of them
+// exactly whatever the query's dtype.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "types.cuh"
+
+namespace pagedkv {
+
+template <class scalar_t, class cache_t>
+struct Operand {
+  using type = __half;
+};
+template <class scalar_t>
+struct Operand<scalar_t, scalar_t> {
+  using type = scalar_t;
+};
+
+template <class T, class U>
+inline constexpr bool IS_SAME = false;
+template <class T>
+inline constexpr bool IS_SAME<T, T> = true;
+
+template <__nv_fp8_interpretation_t FORMAT>
+__device__ __forceinline__ uint32_t float16_pair(uint32_t codes) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), FORMAT);
+  return pair.x | static_cast<uint32_t>(pair.y) << 16;
+}
+
+// The numbers 2 i and 2 i + 1 of a pack.
+template <class cache_t>
+__device__ __forceinline__ uint32_t pair_of(const uint32_t (&pack)[4], int i, cache_t) {
+  return pack[i];
+}
+__device__ __forceinline__ uint32_t pair_of(const uint32_t (&pack)[4], int i, __nv_fp8_e4m3) {
+  return float16_pair<__NV_E4M3>(pack[i / 2] >> i % 2 * 16 & 0xffff);
+}
+__device__ __forceinline__ uint32_t pair_of(const uint32_t (&pack)[4], int i, __nv_fp8_e5m2) {
+  return float16_pair<__NV_E5M2>(pack[i / 2] >> i % 2 * 16 & 0xffff);
+}
+
+// Two numbers rounded to one word.
+__device__ __forceinline__ uint32_t pair_of_floats(float x, float y, __half) {
+  const __half2_raw pair = __floats2half2_rn(x, y);
+  return pair.x | static_cast<uint32_t>(pair.y) << 16;
+}
+__device__ __forceinline__ uint32_t pair_of_floats(float x, float y, __nv_bfloat16) {
+  const __nv_bfloat162_raw pair = __floats2bfloat162_rn(x, y);
+  return pair.x | static_cast<uint32_t>(pair.y) << 16;
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,140 @@
+// How a decode step is divided over CTAs. A unit is one sequence with the query heads that a CTA takes at once; a segment
+// is what one CTA does of a unit, a range of its keys; a unit of several segments leaves as many partial states.
+//
+// With a partition size, CTA p of a unit's takes the p-th partition of its keys. Otherwise every CTA takes an equal share
+// of the tiles of all units laid end to end, the last of one sequence and the first of the next, as in Osama et al.,
+// "Stream-K" (2023).
+#pragma once
+#include "params.cuh"
+
+namespace pagedkv {
+
+struct Segment {
+  int64_t unit;
+  int32_t sequence, unit_head;     // of the unit; a unit's head is a kv head and part of its group
+  int32_t first_token, end_token;  // keys that this segment sees
+  int32_t query_position;          // seq_len - 1
+  int32_t partial, num_partials;   // this state's place among those of the unit
+  int32_t first_slot, slot_step;   // where those are kept
+
+  __device__ __forceinline__ int32_t slot(int32_t i) const {
+    return first_slot + i * slot_step - (i == 0 ? 0 : slot_step - 1);
+  }
+};
+
+// The keys of a sequence that its query sees: none before the window.
+struct VisibleKeys {
+  int32_t first, end;
+
+  __device__ __forceinline__ VisibleKeys(int32_t seq_len, int32_t window_left)
+      : first(window_left < 0 ? 0 : max(0, seq_len - 1 - window_left)), end(seq_len) {}
+
+  // At least one, so that some CTA writes the result of a sequence without keys.
+  template <int TILE_TOKENS>
+  __device__ __forceinline__ int32_t num_tiles() const {
+    return max(1, (end + TILE_TOKENS - 1) / TILE_TOKENS - first / TILE_TOKENS);
+  }
+};
+
+template <int TILE_TOKENS>
+class Schedule {
+ public:
+  __device__ __forceinline__ Schedule(const int32_t* seq_lens, const DecodeParams& params)
+      : seq_lens_(seq_lens), params_(params) {
+    if (params.partition_size > 0) {
+      position_ = blockIdx.x, end_ = position_ + 1;
+    } else {
+      find_share();
+    }
+  }
+
+  // The next segment of this CTA; false if there is none. All threads of a warp ask together.
+  __device__ __forceinline__ bool next(Segment& segment) {
+    return params_.partition_size > 0 ? next_partition(segment) : next_of_share(segment);
+  }
+
+ private:
+  __device__ __forceinline__ VisibleKeys keys(int32_t sequence) const {
+    return {seq_lens_[sequence * params_.seq_len_stride], params_.window_left};
+  }
+
+  __device__ __forceinline__ bool next_partition(Segment& segment) {
+    if (position_ >= end_) return false;
+    const int32_t unit = position_ / params_.num_partitions, partition = position_ % params_.num_partitions;
+    position_ = end_;
+    const int32_t sequence = unit / params_.units_per_sequence;
+    const VisibleKeys visible = keys(sequence);
+    const int32_t size = params_.partition_size, first = visible.first / size, last = max(0, visible.end - 1) / size;
+    if (partition < first || partition > last) return false;
+    segment.sequence = sequence, segment.unit_head = unit % params_.units_per_sequence, segment.unit = unit;
+    segment.first_token = max(visible.first, partition * size);
+    segment.end_token = partition == last ? visible.end : (partition + 1) * size;
+    segment.query_position = visible.end - 1;
+    segment.partial = partition - first, segment.num_partials = last - first + 1;
+    segment.first_slot = unit * params_.num_partitions + first, segment.slot_step = 1;
+    return true;
+  }
+
+  // Positions count tiles: sequence by sequence, in it unit by unit, in it tile by tile.
+  __device__ __forceinline__ void find_share() {
+    const int32_t lane = threadIdx.x % 32, slice = (params_.num_seqs + 31) / 32;
+    int64_t tiles = 0;  // of the sequences of this lane's slice
+    for (int32_t i = lane * slice; i < min((lane + 1) * slice, params_.num_seqs); i++)
+      tiles += keys(i).template num_tiles<TILE_TOKENS>();
+    int64_t up_to = tiles;
+#pragma unroll
+    for (int32_t distance = 1; distance < 32; distance *= 2) {
+      const int64_t before = __shfl_up_sync(0xffffffffu, up_to, distance);
+      if (lane >= distance) up_to += before;
+    }
+    total_ = __shfl_sync(0xffffffffu, up_to, 31) * params_.units_per_sequence;
+    position_ = total_ * blockIdx.x / gridDim.x, end_ = total_ * (blockIdx.x + 1) / gridDim.x;
+
+    const uint32_t reached = __ballot_sync(0xffffffffu, up_to * params_.units_per_sequence > position_);
+    const int32_t owner = reached == 0 ? 31 : __ffs(reached) - 1;
+    sequence_ = owner * slice;
+    tiles_before_ = __shfl_sync(0xffffffffu, up_to - tiles, owner);
+    settle();
+  }
+
+  // Moves on to the sequence that the position lies in.
+  __device__ __forceinline__ void settle() {
+    for (; sequence_ < params_.num_seqs && position_ < end_; sequence_++) {
+      num_tiles_ = keys(sequence_).template num_tiles<TILE_TOKENS>();
+      if (position_ < (tiles_before_ + num_tiles_) * params_.units_per_sequence) return;
+      tiles_before_ += num_tiles_;
+    }
+  }
+
+  __device__ __forceinline__ bool next_of_share(Segment& segment) {
+    if (position_ >= end_) return false;
+    const VisibleKeys visible = keys(sequence_);
+    const int32_t in_sequence = position_ - tiles_before_ * params_.units_per_sequence;
+    segment.unit_head = in_sequence / num_tiles_;
+    const int32_t tile = in_sequence % num_tiles_, count = min(int64_t{num_tiles_ - tile}, end_ - position_);
+    const int32_t first_tile = visible.first / TILE_TOKENS + tile;
+    segment.sequence = sequence_, segment.unit = int64_t{sequence_} * params_.units_per_sequence + segment.unit_head;
+    segment.first_token = max(visible.first, first_tile * TILE_TOKENS);
+    segment.end_token = min(visible.end, (first_tile + count) * TILE_TOKENS);
+    segment.query_position = visible.end - 1;
+    const int32_t first_cta = owner(position_ - tile), last_cta = owner(position_ - tile + num_tiles_ - 1);
+    segment.partial = blockIdx.x - first_cta, segment.num_partials = last_cta - first_cta + 1;
+    // A CTA has at most two partial states: of a unit that began before its share, and of one that goes on behind it.
+    segment.first_slot = 2 * first_cta + 1, segment.slot_step = 2;
+    position_ += count;
+    settle();
+    return true;
+  }
+
+  // The CTA whose share holds a position.
+  __device__ __forceinline__ int32_t owner(int64_t position) const {
+    return ((position + 1) * gridDim.x - 1) / total_;
+  }
+
+  const int32_t* seq_lens_;
+  const DecodeParams& params_;
+  int64_t position_ = 0, end_ = 0, total_ = 0, tiles_before_ = 0;
+  int32_t sequence_ = 0, num_tiles_ = 0;
+};
+
+}  // namespace pagedkv

@@ -1,0 +1,24 @@
+// From q . k to the logits of a softmax, in units of log 2.
+#pragma once
+#include "softmax.cuh"
+
+namespace pagedkv {
+
+struct ScoreOptions {
+  float scale, scale_log2;    // of q . k, that of the keys included; the same in units of log 2
+  float softcap;              // 0 for none
+  const float* alibi_slopes;  // of the heads in question, or null
+  int64_t slope_stride;
+  int32_t query_position;
+
+  __device__ __forceinline__ bool are_plain() const { return softcap == 0.0f && alibi_slopes == nullptr; }
+  __device__ __forceinline__ float slope(int32_t head) const {
+    return alibi_slopes == nullptr ? 0.0f : alibi_slopes[head * slope_stride];
+  }
+  __device__ __forceinline__ float logit(float product, float slope, int32_t key_position) const {
+    const float score = product * scale, capped = softcap == 0.0f ? score : softcap * tanhf(score / softcap);
+    return (capped - slope * abs(query_position - key_position)) * LOG2_E;
+  }
+};
+
+}  // namespace pagedkv
