@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from .arithmetic import NAN
+from .rounding import toward_zero
 
 NO_EXPONENT = -(1 << 14)  # below that of any product
 
@@ -66,10 +67,3 @@ def _exponents(values: np.ndarray) -> np.ndarray:
     _, exponent = np.frexp(values.astype(np.float64))  # for a significand below 1
     exponent = np.maximum(exponent - 1, ml_dtypes.finfo(values.dtype).minexp)
     return np.where(values == 0, NO_EXPONENT, exponent)
-
-
-def toward_zero(values: np.ndarray) -> np.ndarray:
-    """float64 as float32; from 2**128 on infinite."""
-    near = values.astype(np.float32)
-    grown = (np.abs(near) > np.abs(values)) & (np.abs(values) < 2.0**128)
-    return np.where(grown, np.nextafter(near, np.float32(0)), near)
