@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_values(cache_t* cache, int64_t slot_offset
       Pack<cache_t, VEC> slots;
 #pragma unroll
       for (int i = 0; i < VEC; i++) slots.set(i, tile_smem.row(group * VEC + i)[feature]);
-      store(cache + pack_offset + feature * BLOCK_SIZE, slots);
+      store_joined(cache + pack_offset + feature * BLOCK_SIZE, slots);
     }
   }
 

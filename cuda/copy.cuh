@@ -1,6 +1,7 @@
 // Vector access: Pack<T, N> is N adjacent elements that move in one instruction; copy_rows moves contiguous rows with a
 // group of threads.
 #pragma once
+#include "ptx.cuh"
 #include "types.cuh"
 
 namespace pagedkv {
@@ -64,6 +65,12 @@ __device__ __forceinline__ Pack<T, N> load_shared(const T* source) {
 template <class T, int N>
 __device__ __forceinline__ void store(T* target, const Pack<T, N>& pack) {
   *reinterpret_cast<typename Pack<T, N>::word_t*>(target) = pack.word;
+}
+
+// The same for a pack put together from elements, into global memory that this kernel does not read.
+template <class T, int N>
+__device__ __forceinline__ void store_joined(T* target, const Pack<T, N>& pack) {
+  store_whole(reinterpret_cast<typename Pack<T, N>::word_t*>(target), pack.word);
 }
 
 // Elements before the first address that is aligned for a pack of N.

@@ -27,4 +27,18 @@ __device__ __forceinline__ float pinned(float x) {
   return x;
 }
 
+// Stores a word in one instruction. Left to itself the compiler now and then stores the parts that it was put together
+// from one by one, which costs a request and its sectors for each. Reads of global memory are not ordered with it.
+template <class word_t>
+__device__ __forceinline__ void store_whole(word_t* target, word_t word) {
+  *target = word;
+}
+__device__ __forceinline__ void store_whole(uint2* target, uint2 word) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(target)), "r"(word.x), "r"(word.y));
+}
+__device__ __forceinline__ void store_whole(uint4* target, uint4 word) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)), "r"(word.x),
+               "r"(word.y), "r"(word.z), "r"(word.w));
+}
+
 }  // namespace pagedkv

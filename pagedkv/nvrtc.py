@@ -9,6 +9,7 @@ from typing import Any
 
 from .kernels import FLUSH_SUBNORMALS, OPTIONS, Instance, expanded_source
 
+LAMBDAS_ON_DEVICE = "-default-device"  # before NVRTC 13.5 a lambda in a kernel is a host function without it
 MISSING = "compiling without a GPU needs NVRTC and the CUDA headers: pip install 'pagedkv[ptx]'"
 
 
@@ -46,9 +47,9 @@ def compile_instance(instance: Instance, arch: str) -> Compiled:
     )
 
 
-def compile_ptx(source: str, file: str, expression: str, arch: str) -> tuple[str, str]:
+def compile_ptx(source: str, file: str, expression: str, arch: str, *options: str) -> tuple[str, str]:
     """PTX with source lines for a virtual ``arch`` (``compute_90``), and the kernel's name in it."""
-    with _program(source, file, expression, f"-arch={arch}", "-lineinfo") as (program, _):
+    with _program(source, file, expression, f"-arch={arch}", "-lineinfo", *options) as (program, _):
         _, name = _nvrtc().nvrtcGetLoweredName(program, expression.encode())
         return _output(program, "PTX").rstrip(b"\0").decode(), name.decode()
 
@@ -81,7 +82,7 @@ def _headers() -> str:
 @contextmanager
 def _program(source: str, file: str, expression: str, *options: str) -> Iterator[tuple[Any, str]]:
     """A compiled program and the compiler's log; the program is gone afterwards, whatever happens."""
-    nvrtc, options = _nvrtc(), (*OPTIONS, FLUSH_SUBNORMALS, f"-I{_headers()}", *options)
+    nvrtc, options = _nvrtc(), (*OPTIONS, FLUSH_SUBNORMALS, LAMBDAS_ON_DEVICE, f"-I{_headers()}", *options)
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], [])
     try:
         nvrtc.nvrtcAddNameExpression(program, expression.encode())

@@ -1,7 +1,9 @@
 """PTX backend: the kernels of ``cuda/`` on host arrays, compiled by NVRTC and run by the interpreter in ``ptx/``."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -10,11 +12,13 @@ from . import indices, nvrtc
 from .arrays import ArrayView, view
 from .kernels import Instance, expanded_source
 from .problem import CacheWrite
+from .ptx.counters import Counters
 from .ptx.machine import Machine
 from .ptx.parse import Kernel, parse_kernel
 from .write_plan import Launch, plan_flash_write, plan_packed_write, write_arrays
 
 ARCH = "compute_90"  # virtual: PTX is what runs
+_profile: ContextVar["list[LaunchProfile] | None"] = ContextVar("profile", default=None)
 
 
 def reshape_and_cache_flash(problem: CacheWrite) -> None:
@@ -47,7 +51,28 @@ def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:
         params[offset : offset + 8] = pointer.to_bytes(8, "little")
     params[struct_offset:] = planned.params.tobytes()
     given = [array for array in arrays if array is not None]
-    Machine(kernel, planned.grid, planned.threads, bytes(params), given).run()
+    counters = None if _profile.get() is None else Counters(kernel)
+    Machine(kernel, planned.grid, planned.threads, bytes(params), given, counters=counters).run()
+    if counters is not None:
+        _profile.get().append(LaunchProfile(planned, counters))
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchProfile:
+    """What one launch was, and what it asked of the hardware."""
+
+    planned: Launch
+    counters: Counters
+
+
+@contextmanager
+def profiled() -> Iterator[list[LaunchProfile]]:
+    """Counts inside the block; the list gains an entry for each launch."""
+    token = _profile.set([])
+    try:
+        yield _profile.get()
+    finally:
+        _profile.reset(token)
 
 
 @cache

@@ -4,6 +4,7 @@ import numpy as np
 
 from pagedkv import nvrtc
 from pagedkv.arrays import view
+from pagedkv.ptx.counters import Counters
 from pagedkv.ptx.machine import Machine
 from pagedkv.ptx.parse import parse_kernel
 
@@ -16,12 +17,17 @@ __global__ void kernel(float* out, const float* in) {  // [64] each
 """
 
 
-def launch(code, *arrays, grid=1, threads=64, seed=None, dynamic_shared=0, file="planted.cu", arch="compute_80"):
-    """Runs ``kernel<0>`` of some source; its parameters are pointers to the arrays."""
+def launch(
+    code, *arrays, grid=1, threads=64, seed=None, dynamic_shared=0, file="planted.cu", arch="compute_80", counted=False
+):
+    """Runs ``kernel<0>`` of some source; its parameters are pointers to the arrays. -> counters, if wanted"""
     kernel = parse_kernel(*nvrtc.compile_ptx(code, file, "kernel<0>", arch))
     views = [view(array, f"array {i}") for i, array in enumerate(arrays)]
     params = b"".join(each.pointer.to_bytes(8, "little") for each in views)
-    Machine(kernel, (grid, 1), threads, params, views, seed, dynamic_shared).run()
+    counters = Counters(kernel) if counted else None
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    Machine(kernel, grid, threads, params, views, seed, dynamic_shared, counters).run()
+    return counters
 
 
 def run(body, source=None):

@@ -345,3 +345,23 @@ def test_right_kernels_give_no_report(body):
 def test_what_is_not_known_is_refused(body, what):
     with pytest.raises(UnknownInstruction, match=what):
         run(body, np.ones(64, np.float32))
+
+
+def test_grid_and_cta_of_three_extents():
+    code = """template <int UNUSED>
+__global__ void kernel(int* out) {
+  const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+  const int cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  int* row = out + (cta * 64 + thread) * 3;
+  row[0] = threadIdx.x + 100 * threadIdx.y + 10000 * threadIdx.z;
+  row[1] = blockIdx.x + 100 * blockIdx.y + 10000 * blockIdx.z;
+  row[2] = blockDim.x + 100 * blockDim.y + 10000 * blockDim.z;
+}
+"""
+    out = np.zeros((4, 3, 2, 64, 3), np.int32)
+    launch(code, out, grid=(2, 3, 4), threads=(8, 4, 2))
+    z, y, x = np.meshgrid(np.arange(2), np.arange(4), np.arange(8), indexing="ij")
+    np.testing.assert_array_equal(out[..., 0], np.broadcast_to((x + 100 * y + 10000 * z).ravel(), (4, 3, 2, 64)))
+    z, y, x = np.meshgrid(np.arange(4), np.arange(3), np.arange(2), indexing="ij")
+    np.testing.assert_array_equal(out[..., 5, 1], x + 100 * y + 10000 * z)
+    assert (out[..., 2] == 8 + 400 + 20000).all()

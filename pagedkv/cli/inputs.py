@@ -16,6 +16,7 @@ SPARE_BLOCKS = 3  # of the pool, in no table
 SPARE_COLUMNS = 1  # of the tables, holding no block
 PADDING_ROWS = 2  # of keys and values: the first has a negative slot, the second none
 NO_BLOCK = -1
+ALIGNMENT = 256  # bytes, of what a device allocates
 PREFILL_QUERIES = 128  # of every PREFILL_EVERY-th sequence of a mixed batch; the others have one
 PREFILL_EVERY = 4
 
@@ -175,3 +176,12 @@ def paged(batch: Batch, sizes: Sizes, layout: str) -> tuple[np.ndarray, np.ndarr
             target = slot_view(cache, layout, *divmod(slot, sizes.block_size))
             target[...] = token.reshape(target.shape)
     return caches
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that begins where an allocation on a device would, so that it touches as many sectors."""
+    buffer = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    copy = buffer[start : start + array.nbytes]
+    copy[...] = np.frombuffer(array.tobytes(), np.uint8)
+    return copy.view(array.dtype).reshape(array.shape)

@@ -8,13 +8,13 @@ from typing import Any
 import click
 
 from pagedkv.context import BACKENDS
-from pagedkv.dtypes import BY_NAME, KV_CACHE_DTYPES
-from pagedkv.layout import FLASH_LAYOUTS
+from pagedkv.dtypes import BY_NAME
 
 from .cases import OPS
 from .errors import MISTAKES, Mistake, first_line, unknown
 from .execute import Result, check_backend, default_backend, has_kernel, run_case
 from .inputs import Sizes
+from .options import POSITIVE, input_options
 from .table import Column, Table, duration, size
 
 DEFAULT_BATCH = {"numpy": (8, 1024), "ptx": (4, 64), "cuda": (64, 4096)}  # seqs, context: what each does in a moment
@@ -40,8 +40,6 @@ Writes are compared value for value, reads with a dense float64 attention. The e
 Times are medians: on numpy and ptx of a few calls, on cuda of graph replays that find L2 cold.
 """
 
-POSITIVE = click.IntRange(min=1)
-
 
 def _known_ops(ctx: click.Context, param: click.Parameter, ops: tuple[str, ...]) -> tuple[str, ...]:
     for op in ops:
@@ -59,19 +57,8 @@ def _known_ops(ctx: click.Context, param: click.Parameter, ops: tuple[str, ...])
     metavar="N",
     help="Tokens of the longest one.  [default: 1024 on numpy, 64 on ptx, 4096 on cuda]",
 )
-@click.option("--heads", type=POSITIVE, metavar="N", default=32, show_default=True, help="Query heads.")
-@click.option("--kv-heads", type=POSITIVE, metavar="N", default=8, show_default=True, help="Key and value heads.")
-@click.option("--head-size", type=POSITIVE, metavar="N", default=128, show_default=True, help="Features of a head.")
-@click.option("--block-size", type=POSITIVE, metavar="N", default=16, show_default=True, help="Slots of a block.")
-@click.option("--dtype", type=click.Choice(list(BY_NAME)), default="float16", show_default=True, help="Of new tokens.")
-@click.option("--kv-cache-dtype", type=click.Choice(list(KV_CACHE_DTYPES)), default="auto", show_default=True,
-              help="Format of the cache; auto: that of --dtype.")  # fmt: skip
-@click.option("--layout", type=click.Choice(FLASH_LAYOUTS), default="NHD", show_default=True,
-              help="Blocks of the flash ops; the others have the packed layout.")  # fmt: skip
+@input_options(layout_help="Blocks of the flash ops; the others have the packed layout.")
 @click.option("--backend", type=click.Choice(BACKENDS), help="[default: cuda where a GPU is usable, else numpy]")
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Of the random inputs."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--verbose", is_flag=True, help="Say which kernel instance ran, and what was allowed.")
 @click.pass_context

@@ -69,6 +69,10 @@ def _start(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
     for count in np.unique(wanted[wanted > 0]):
         lanes = np.flatnonzero(wanted == count)
         data[lanes, :count] = machine.memory.read(addresses[lanes], int(count), size, machine.reporter(threads[lanes]))
+    read = wanted > 0
+    if read.any():
+        machine.count_global(addresses[read], size, threads[read], "copy")
     offsets = machine.addresses(target, "u32", threads).astype(np.int64)
     touched = machine.shared.begin_copy(offsets, size, machine.accessors(threads), report)
+    machine.count_shared(offsets, size, threads, "copy")
     machine.copies.in_flight.append(Copies(threads, machine.copies.committed[threads], touched, data))

@@ -48,7 +48,10 @@ def atomic(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
     if "shared" in instruction.opcode:
         offsets = machine.addresses(address, "u32", threads).astype(np.int64)
         before = machine.shared.atomic(offsets, size, change, machine.accessors(threads), report)
+        machine.count_shared(offsets, size, threads, "atomic")
     else:
-        before = machine.memory.atomic(global_addresses(machine, address, threads), size, change, report)
+        addresses = global_addresses(machine, address, threads)
+        before = machine.memory.atomic(addresses, size, change, report)
+        machine.count_global(addresses, size, threads, "atomic")
     if target is not None:
         machine.set(target, before.view(wanted), threads)

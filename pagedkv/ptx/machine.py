@@ -5,6 +5,7 @@ until they branch, wait or reach a point where others may join them: threads tha
 again at its end, as they do on the device. A register is an array with one element per thread of the grid.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import collectives, moves, tensor, warp
 from .arithmetic import bits_of, numpy_type
 from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
+from .counters import Counters
 from .faults import Fault, UnknownInstruction
 from .instructions import handler_of
 from .memory import GlobalMemory, LocalMemory, SharedMemory, Threads
@@ -28,29 +30,33 @@ RUNNING, AT_BARRIER, AT_WARP, DONE = range(4)
 class Machine:
     """One launch of a kernel.
 
-    A seed draws the order of the CTAs; without one they run in the order of the grid. ``dynamic_shared`` is the extent
-    in bytes of the shared memory that the kernel declares ``extern``.
+    ``grid`` and the ``threads`` of a CTA have up to three extents. A seed draws the order of the CTAs; without one they
+    run in the order of the grid. ``dynamic_shared`` is the extent in bytes of the shared memory that the kernel
+    declares ``extern``; ``counters`` are filled where there are some.
     """
 
     def __init__(
         self,
         kernel: Kernel,
-        grid: tuple[int, int],
-        threads: int,
+        grid: tuple[int, ...],
+        threads: int | tuple[int, ...],
         params: bytes,
         arrays: list[ArrayView],
         seed: int | None = None,
         dynamic_shared: int = 0,
+        counters: Counters | None = None,
     ) -> None:
+        block = threads if isinstance(threads, tuple) else (threads,)
+        threads = math.prod(block)
         if threads % WARP_SIZE:
             raise ValueError(f"threads: expected a multiple of {WARP_SIZE}, got {threads}")
-        self.kernel, self.threads_per_cta = kernel, threads
-        self.num_ctas = grid[0] * grid[1]
+        self.kernel, self.threads_per_cta, self.counters = kernel, threads, counters
+        self.num_ctas = math.prod(grid)
         count = self.num_ctas * threads
         self.cta = np.arange(count) // threads  # its place in the order of CTAs
         ctas = np.arange(self.num_ctas)
         self.order = ctas if seed is None else np.random.default_rng(seed).permutation(ctas)
-        self.special = _special_registers(grid, threads, np.arange(count) % threads, self.order[self.cta])
+        self.special = _special_registers(grid, block, np.arange(count) % threads, self.order[self.cta])
         types = kernel.registers.items()
         self.registers = {name: np.zeros(count, storage_type(kind)) for name, kind in types}
         self.params = np.frombuffer(params.ljust(kernel.param_bytes, b"\0"), np.uint8)
@@ -88,6 +94,8 @@ class Machine:
         if instruction.guard is not None:
             register, negated = instruction.guard
             taking = active[self.registers[register.name][active] != negated]
+        if self.counters is not None:
+            self.counters.issue(instruction, active, taking)
         control = CONTROL.get(instruction.opcode[0])
         if control is not None and not _is_collective(instruction):
             self.pc[active] = at + 1
@@ -163,6 +171,18 @@ class Machine:
         """Base plus offset, one per thread."""
         base = np.broadcast_to(self.value(address.base, kind, threads), threads.shape)
         return base + base.dtype.type(address.offset & (1 << bits_of(kind)) - 1)
+
+    # ---- counters ---------------------------------------------------------------------------------------------------
+
+    def count_global(self, addresses: np.ndarray, nbytes: int, threads: np.ndarray, kind: str) -> None:
+        """Each of the threads has accessed that many bytes of global memory."""
+        if self.counters is not None:
+            self.counters.global_access(self.current, addresses, nbytes, threads, kind)
+
+    def count_shared(self, offsets: np.ndarray, nbytes: int, threads: np.ndarray, kind: str) -> None:
+        """Each of the threads has accessed that many bytes of its CTA's shared memory."""
+        if self.counters is not None:
+            self.counters.shared_access(self.current, offsets, nbytes, threads, kind)
 
     # ---- faults and barriers ----------------------------------------------------------------------------------------
 
@@ -262,15 +282,13 @@ COLLECTIVES = {"shfl", "vote", "match", "redux", *tensor.EFFECTS}
 # ---- registers -------------------------------------------------------------------------------------------------------
 
 
-def _special_registers(grid: tuple[int, int], threads: int, local: np.ndarray, cta: np.ndarray) -> dict[str, Any]:
-    zero, one = np.zeros_like(cta), np.ones_like(cta)
-    axes = {
-        "%tid": (local, zero, zero),
-        "%ntid": (one * threads, one, one),
-        "%ctaid": (cta % grid[0], cta // grid[0], zero),
-        "%nctaid": (one * grid[0], one * grid[1], one),
-    }
-    named = {
-        f"{name}.{axis}": value for name, values in axes.items() for axis, value in zip("xyz", values, strict=True)
-    }
-    return {name: value.astype(np.uint32) for name, value in (named | {"%laneid": local % WARP_SIZE}).items()}
+def _special_registers(
+    grid: tuple[int, ...], block: tuple[int, ...], local: np.ndarray, cta: np.ndarray
+) -> dict[str, np.ndarray]:
+    """By name, for threads with these numbers in CTAs with these numbers; x runs fastest."""
+    special = {"%laneid": local % WARP_SIZE, "%warpid": local // WARP_SIZE}
+    for name, extents, numbers in (("%tid", block, local), ("%ctaid", grid, cta)):
+        for axis, extent in zip("xyz", (*extents, 1, 1), strict=False):
+            special[f"{name}.{axis}"], numbers = numbers % extent, numbers // extent
+            special[f"%n{name[1:]}.{axis}"] = np.full_like(local, extent)
+    return {name: value.astype(np.uint32) for name, value in special.items()}

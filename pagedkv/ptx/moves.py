@@ -40,11 +40,14 @@ def load(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> N
     elif "shared" in instruction.opcode:
         offsets = machine.addresses(address, "u32", threads).astype(np.int64)
         words = machine.shared.load(offsets, size, len(targets), machine.accessors(threads), report)
+        machine.count_shared(offsets, size * len(targets), threads, "load")
     elif "local" in instruction.opcode:
         offsets = machine.addresses(address, "u64", threads).astype(np.int64)
         words = machine.local.load(offsets, size, len(targets), threads, report)
     else:
-        words = machine.memory.load(global_addresses(machine, address, threads), size, len(targets), report)
+        addresses = global_addresses(machine, address, threads)
+        words = machine.memory.load(addresses, size, len(targets), report)
+        machine.count_global(addresses, size * len(targets), threads, "load")
     for register, word in zip(targets, words, strict=True):
         machine.set(register, word.view(numpy_type(instruction.type)), threads)
 
@@ -59,11 +62,14 @@ def store(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> 
     if "shared" in instruction.opcode:
         offsets = machine.addresses(address, "u32", threads).astype(np.int64)
         machine.shared.store(offsets, words, size, machine.accessors(threads), report)
+        machine.count_shared(offsets, size * len(words), threads, "store")
     elif "local" in instruction.opcode:
         offsets = machine.addresses(address, "u64", threads).astype(np.int64)
         machine.local.store(offsets, words, size, threads, report)
     else:
-        machine.memory.store(global_addresses(machine, address, threads), words, size, report)
+        addresses = global_addresses(machine, address, threads)
+        machine.memory.store(addresses, words, size, report)
+        machine.count_global(addresses, size * len(words), threads, "store")
 
 
 def global_addresses(machine: "Machine", address: Address, threads: np.ndarray) -> np.ndarray:
