@@ -60,6 +60,14 @@ def test_ldmatrix_gives_each_lane_its_two_numbers(count, trans):
     assert (out[count:] == 7).all()
 
 
+@pytest.mark.parametrize(("count", "row", "wavefronts"), [(4, "16 * t", 4), (2, "16 * t", 2), (4, "128 * (t % 8)", 32)])
+def test_each_matrix_of_ldmatrix_is_a_wavefront_if_its_rows_lie_in_other_banks(count, row, wavefronts):
+    arrays = np.zeros((4, 64), np.uint32), np.zeros((64, 4), np.uint32)
+    counters = launch(load_matrix(count, "", row), *arrays, counted=True)
+    loads = counters.total().traffic["shared load"]
+    assert (loads.requests, loads.units) == (2, 2 * wavefronts)  # of two warps
+
+
 def test_movmatrix_transposes():
     code = """template <int N> __global__ void kernel(unsigned* out, const unsigned* in) {
       const unsigned x = in[threadIdx.x];
@@ -195,6 +203,8 @@ SUMS = {
     "two steps": ([(2**12, 2**12), (-(2**12), 2**12), ONE, NONE], 0, Adder(23, 2), 1),
     "two steps, the first loses": ([(2**12, 2**12), ONE, (-(2**12), 2**12), NONE], 0, Adder(23, 2), 0),
     "Ampere takes 8": ([(2**12, 2**13), (-(2**12), 2**13), *[NONE] * 6, ONE, *[NONE] * 7], 0, AMPERE, 1),
+    "Ampere keeps 24 bits": ([(2**12, 2**12), (-(2**12), 2**12), ONE, *[NONE] * 5], 0, AMPERE, 1),
+    "Ampere keeps no more": ([(2**13, 2**12), (-(2**13), 2**12), ONE, *[NONE] * 5], 0, AMPERE, 0),
     "Hopper takes 16": ([(2**13, 2**13), (-(2**13), 2**13), *[NONE] * 6, ONE, *[NONE] * 7], 0, HOPPER, 0),
     "Hopper keeps 25 bits": ([(2**13, 2**12), (-(2**13), 2**12), ONE, *[NONE] * 13], 0, HOPPER, 1),
     "nothing": ([NONE] * 16, 0, HOPPER, 0),

@@ -58,7 +58,7 @@ def _add(products: np.ndarray, exponents: np.ndarray, c: np.ndarray, fraction_bi
     """One step. An infinite term or a NaN stays what it is through all of it."""
     shift = fraction_bits - np.maximum(exponents.max(axis=-1), _exponents(c))
     cut = np.trunc(np.ldexp(products, shift[..., None])).sum(axis=-1) + np.trunc(np.ldexp(c.astype(np.float64), shift))
-    total = toward_zero(np.ldexp(cut + 0.0, -shift))  # + 0: a sum of integers has no negative zero
+    total = toward_zero(np.ldexp(cut, -shift))
     return np.where(np.isnan(total), NAN, total)
 
 

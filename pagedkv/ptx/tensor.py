@@ -37,6 +37,7 @@ def load_matrices(machine: "Machine", instruction: Instruction, threads: np.ndar
     readers = by_warp(threads, threads)[:, : 8 * len(targets)].reshape(-1)
     offsets = machine.addresses(address, "u32", readers).astype(np.int64)
     words = machine.shared.load(offsets, 4, 4, machine.accessors(readers), machine.reporter(readers))
+    machine.count_shared(offsets, 16, readers, "load")
     rows = np.stack(words, axis=-1).reshape(-1, len(targets), 8, 4)
     if "trans" in instruction.opcode:
         rows = _transposed(rows)
