@@ -26,7 +26,7 @@ def _extract_field(opcode: Opcode, x: Any, position: Any, length: Any) -> Any:
     shifted = x >> np.minimum(position, bits - 1).astype(kind)
     if opcode[-1][0] == "u":
         shifted = np.where(position < bits, shifted, kind(0))
-    above = (bits - np.clip(length, 1, bits)).astype(kind)
+    above = (bits - np.minimum(length, bits)).astype(kind)
     return np.where(length == 0, kind(0), shifted << above >> above)
 
 
