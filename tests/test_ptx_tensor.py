@@ -35,7 +35,7 @@ LOAD = """
   }}"""
 
 
-def load_matrix(count, trans, row="t", guard=""):
+def load_matrix(count, trans="", row="16 * t", guard=""):
     registers = ", ".join(f"%{i}" for i in range(count))
     results = ", ".join(f'"=r"(r[{i}])' for i in range(count))
     opcode = f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16"
@@ -271,21 +271,23 @@ def test_bfloat16_products_may_leave_float32():
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 BARRIER = "__syncthreads();"
+COPY = 'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(smem(rows + t)), "l"(in + t) : "memory");'
 FAULTS = {
     # name: the right kernel, what is put for what, what is reported, the thread
-    "misaligned row": (load_matrix(4, "", "16 * t"), "16 * t", "16 * t + 8 * (t == 9)", "misaligned 16-byte shared", 9),
-    "row outside": (load_matrix(4, "", "16 * t"), "16 * t", "16 * (t + 1)", "shared load outside the CTA's memory", 63),
-    "row never written": (load_matrix(2, ""), "rows[t]", "if (t != 3) rows[t]", "shared memory never written", 3),
+    "misaligned row": (load_matrix(4), "16 * t", "16 * t + 8 * (t == 9)", "misaligned 16-byte shared", 9),
+    "row outside": (load_matrix(4), "16 * t", "16 * (t + 1)", "shared load outside the CTA's memory", 63),
+    "row never written": (load_matrix(2), "rows[t]", "if (t != 3) rows[t]", "shared memory never written", 3),
     "row of another warp": (load_matrix(1, "", "16 * (t ^ 32)"), BARRIER, "__syncwarp();", "unordered write", 0),
+    "row that a cp.async is on its way to": (load_matrix(1), BARRIER, COPY, "read of a cp.async before its wait", 0),
     "row overwritten": (
-        load_matrix(4, "", "16 * t"),
+        load_matrix(4),
         "for (int i = 0; i < 4; i++) out",
         "rows[t ^ 8] = in[t]; for (int i = 0; i < 4; i++) out",
         "shared write after an unordered read",
         0,
     ),
     "part of a warp": (
-        load_matrix(1, "", "16 * t", "if (t < 32)"),
+        load_matrix(1, guard="if (t < 32)"),
         "t < 32",
         "t < 40",
         "warp instruction that only part of a warp reaches",
@@ -296,7 +298,6 @@ FAULTS = {
 
 @pytest.mark.parametrize(("code", "right", "fault", "what", "thread"), FAULTS.values(), ids=FAULTS.keys())
 def test_a_fault_of_ldmatrix_is_told(code, right, fault, what, thread):
-    code = code.replace("+ t)", "+ 16 * t)")
     arrays = np.zeros((4, 64), np.uint32), np.zeros((64, 4), np.uint32)
     launch(code, *arrays)
     assert right in code
