@@ -204,7 +204,17 @@ ON_FLOATS = {
     "integer below": ("__float2int_rd(x)", np.floor, 0),
     "integer above": ("__float2int_ru(x)", np.ceil, 0),
     "held between 0 and 1": ("__saturatef(x / 10)", lambda x: np.clip(x / 10, 0, 1), 2.0**-23),
-    "divisor too large": ("__fdividef(x, 1.5f * 0x1p126f)", np.zeros_like, 0),
+    "divisor too large": ("__fdividef(x, 0x1.8p126f)", np.zeros_like, 0),
+    "sign of a quotient that is 0": (
+        "1.f / __fdividef(x, -0x1.8p126f)",
+        lambda x: np.where(x > 0, -np.inf, np.inf),
+        0,
+    ),
+    "infinity by a divisor too large": (
+        "__fdividef(x > 0 ? __int_as_float(0x7f800000) : x, 0x1.8p126f)",
+        lambda x: np.where(x > 0, np.nan, 0),
+        0,
+    ),
     "largest divisor": ("__fdividef(x * 0x1p30f, 0x1p126f) * 0x1p96f", lambda x: x, 0),
     "rounded down": ("__fmaf_rd(x, 1.f, 0x1p-40f)", lambda x: x, 0),
     "below rounded down": (
