@@ -8,8 +8,9 @@ the way in and on the way out.
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+
+from .rounding import down, odd_sum
 
 Opcode = tuple[str, ...]
 Handler = Callable[..., Any]
@@ -19,9 +20,8 @@ SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 TINY = np.finfo(np.float32).tiny
 SHARED_WINDOW = 1 << 62  # where shared memory lies among generic addresses
+LARGEST_DIVISOR = np.float32(2.0**126)  # of div.approx
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the only one that arithmetic makes
-
-FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0)}
 
 
 def numpy_type(kind: str) -> type:
@@ -52,15 +52,45 @@ def _float_op(function: Handler) -> Handler:
     return handler
 
 
-def _fma(x: Any, y: Any, z: Any) -> Any:
-    """Rounds once. The product of two float32 is exact in float64; the sum is rounded there to odd, towards what was
-    lost, so that the rounding to float32 sees on which side of a tie it is."""
-    product, z = np.asarray(x, np.float64) * y, np.asarray(z, np.float64)
-    total = product + z
-    part = total - product
-    lost = (product - (total - part)) + (z - part)
-    inexact = np.isfinite(total) & (lost != 0) & (total.view(np.uint64) & np.uint64(1) == 0)
-    return np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total).astype(np.float32)
+def _fma(opcode: Opcode, *values: Any) -> Any:
+    """Rounds once: a product of two float32 is exact in float64, and its sum there is rounded to odd."""
+
+    def function(x: Any, y: Any, z: Any) -> Any:
+        total = odd_sum(np.asarray(x, np.float64) * y, np.asarray(z, np.float64))
+        return down(total) if "rm" in opcode else total.astype(np.float32)
+
+    return _float_op(function)(opcode, *values)
+
+
+def _approximation(function: Handler) -> Handler:
+    """Of what the device approximates the value itself, from float64. The device is within 2 units in the last place,
+    with a logarithm near 0 within 2**-22, with a ``tanh`` within 2**-11 of its size."""
+    return _float_op(lambda *values: function(*(np.asarray(x, np.float64) for x in values)).astype(np.float32))
+
+
+def _div(opcode: Opcode, x: Any, y: Any) -> Any:
+    if opcode[-1][0] != "f":
+        return _quotient(x, y)
+    return _float_op(_product_with_reciprocal if "approx" in opcode else np.divide)(opcode, x, y)
+
+
+def _product_with_reciprocal(x: Any, y: Any) -> Any:
+    """The quotient, but 0 where the reciprocal is subnormal, which the device takes for 0."""
+    return np.where(np.abs(y) > LARGEST_DIVISOR, x * np.copysign(np.float32(0), y), np.divide(x, y))
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """Toward zero. By 0, of which PTX says nothing, all bits are 1."""
+    x, y = np.asarray(x), np.asarray(y)
+    unsigned = UNSIGNED[8 * x.itemsize]
+    size_x, size_y = (np.where(value < 0, -value, value).astype(unsigned) for value in (x, y))
+    size = size_x // np.where(y == 0, unsigned(1), size_y)
+    return np.where(y == 0, ~x.dtype.type(0), np.where((x < 0) != (y < 0), -size, size).astype(x.dtype))
+
+
+def _rem(opcode: Opcode, x: Any, y: Any) -> Any:
+    """Of the sign of x; of a division by 0 x itself."""
+    return np.where(np.asarray(y) == 0, x, x - _quotient(x, y) * y)
 
 
 def _mul(opcode: Opcode, x: Any, y: Any) -> Any:
@@ -107,25 +137,6 @@ def _shift(function: Handler) -> Handler:
     return handler
 
 
-def _bfi(opcode: Opcode, x: Any, y: Any, position: Any, length: Any) -> Any:
-    unsigned = numpy_type(f"u{bits_of(opcode[-1])}")
-    position, length = (unsigned(value & np.uint32(255)) for value in (position, length))
-    mask = ((unsigned(1) << length) - unsigned(1)) << position
-    return (y & ~mask) | (x << position & mask)
-
-
-def _prmt(opcode: Opcode, x: Any, y: Any, selector: Any) -> Any:
-    """Four bytes, each picked from the eight of x and y, or its sign spread over a byte."""
-    x, y, selector = (np.asarray(value, np.uint64) for value in (x, y, selector))
-    pool, result = x | y << np.uint64(32), np.uint64(0)
-    for i in range(4):
-        choice = selector >> np.uint64(4 * i) & np.uint64(15)
-        byte = pool >> ((choice & np.uint64(7)) * np.uint64(8)) & np.uint64(255)
-        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
-        result = result | np.where(choice & np.uint64(8), sign, byte) << np.uint64(8 * i)
-    return result.astype(np.uint32)
-
-
 COMPARISONS = {
     "eq": np.equal,
     "ne": np.not_equal,
@@ -150,44 +161,13 @@ def _setp(opcode: Opcode, x: Any, y: Any) -> Any:
     return COMPARISONS[opcode[1]](x, y)
 
 
-def _smaller(x: Any, y: Any) -> Any:
+def smaller(x: Any, y: Any) -> Any:
     """The number, if one is a NaN; -0 is smaller than +0."""
     return np.where((x == y) & np.signbit(y), y, np.fmin(x, y))
 
 
-def _larger(x: Any, y: Any) -> Any:
+def larger(x: Any, y: Any) -> Any:
     return np.where((x == y) & np.signbit(x), y, np.fmax(x, y))
-
-
-def _rounded(values: Any, kind: str, opcode: Opcode) -> Any:
-    if kind in ("bf16", "f16"):
-        narrow = np.asarray(values, np.float32).astype(ml_dtypes.bfloat16 if kind == "bf16" else np.float16)
-        return np.where(np.isnan(values), np.uint16(0x7FFF), narrow.view(np.uint16))
-    target = numpy_type(kind)
-    if kind[0] == "f" and ("rni" in opcode or "rzi" in opcode):
-        return (np.trunc(values) if "rzi" in opcode else np.rint(values)).astype(target)
-    if kind[0] == "f" or np.asarray(values).dtype.kind != "f":
-        return np.asarray(values).astype(target)
-    whole = np.asarray(np.trunc(values) if "rzi" in opcode else np.rint(values), np.float64)
-    limits, not_a_number = np.iinfo(target), 0 if bits_of(kind) < 64 else 1 << 63
-    integers = np.clip(whole, limits.min, limits.max).astype(target)
-    integers = np.where(whole >= limits.max, target(limits.max), integers)  # which float64 need not hold
-    return np.where(np.isnan(whole), np.array(not_a_number, np.uint64).astype(target), integers)
-
-
-def convert(opcode: Opcode, *values: Any) -> Any:
-    """``cvt.to.from``; values come as bits for the formats that NumPy has no type for."""
-    target, source = opcode[-2:]
-    if target in FP8:  # two floats into a pair of codes, the second operand in the low byte
-        fp8, largest = FP8[target]
-        high, low = (np.clip(value, -largest, largest).astype(fp8).view(np.uint8).astype(np.uint16) for value in values)
-        return low | high << np.uint16(8)
-    (value,) = values
-    if source == "bf16":
-        return _rounded((np.asarray(value, np.uint32) << np.uint32(16)).view(np.float32), target, opcode)
-    if "ftz" in opcode and source == "f32":
-        value = flushed(value)
-    return _rounded(value, target, opcode)
 
 
 def _cvta(opcode: Opcode, x: Any) -> Any:
@@ -214,14 +194,21 @@ def _sign_op(function: Handler) -> Handler:
 HANDLERS: dict[str, Handler] = {
     "add": _by_type(np.add, np.add),
     "sub": _by_type(np.subtract, np.subtract),
-    "min": _by_type(_smaller, np.minimum),
-    "max": _by_type(_larger, np.maximum),
+    "min": _by_type(smaller, np.minimum),
+    "max": _by_type(larger, np.maximum),
     "neg": _sign_op(np.negative),
     "abs": _sign_op(np.abs),
     "mul": _mul,
     "mad": _mad,
-    "fma": _float_op(_fma),
+    "fma": _fma,
+    "div": _div,
+    "rem": _rem,
     "rcp": _float_op(lambda x: np.float32(1) / x),
+    "sqrt": _float_op(np.sqrt),
+    "rsqrt": _approximation(lambda x: 1 / np.sqrt(x)),
+    "ex2": _approximation(np.exp2),
+    "lg2": _approximation(np.log2),
+    "tanh": _approximation(np.tanh),
     "copysign": _by_operator(lambda sign, magnitude: np.copysign(magnitude, sign)),
     "and": _by_operator(np.bitwise_and),
     "or": _by_operator(np.bitwise_or),
@@ -229,11 +216,9 @@ HANDLERS: dict[str, Handler] = {
     "not": _by_operator(np.invert),
     "shl": _shift(np.left_shift),
     "shr": _shift(np.right_shift),
-    "bfi": _bfi,
-    "prmt": _prmt,
+    "slct": _by_operator(lambda x, y, sign: np.where(sign >= 0, x, y)),
     "selp": _by_operator(lambda x, y, condition: np.where(condition, x, y)),
     "setp": _setp,
-    "cvt": convert,
     "cvta": _cvta,
     "createpolicy": _by_operator(lambda *fraction: np.uint64(0)),  # caches are not modelled
 }

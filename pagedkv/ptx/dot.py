@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from .arithmetic import NAN
+from .rounding import toward_zero
 
-NO_EXPONENT = -(1 << 14)  # below that of any product
+NO_EXPONENT = -400  # so low that even with the largest factor no product of numbers but 0 has a lower one
 
 
 class Adder(NamedTuple):
@@ -33,13 +34,12 @@ HOPPER = Adder(fraction_bits=25, products=16)
 
 def dot(a: np.ndarray, b: np.ndarray, c: np.ndarray, adder: Adder) -> np.ndarray:
     """``[..., m, k]`` times ``[..., n, k]`` plus float32 ``[..., m, n]``: float32."""
-    a_exponent, b_exponent = _exponents(a), _exponents(b)
+    a, b = a.swapaxes(-1, -2)[..., :, None], b.swapaxes(-1, -2)[..., None, :]  # [..., k, m, 1], [..., k, 1, n]
+    a_exponents, b_exponents = _exponents(a), _exponents(b)
     a, b = a.astype(np.float64), b.astype(np.float64)
-    for first in range(0, a.shape[-1], adder.products):
-        step = np.s_[..., first : first + adder.products]
-        products = a[step][..., :, None, :] * b[step][..., None, :, :]
-        exponents = a_exponent[step][..., :, None, :] + b_exponent[step][..., None, :, :]
-        c = _add(products, exponents, c, adder.fraction_bits)
+    for first in range(0, a.shape[-3], adder.products):
+        step = np.s_[..., first : first + adder.products, :, :]
+        c = _add(a[step] * b[step], a_exponents[step] + b_exponents[step], c, adder.fraction_bits)
     return c
 
 
@@ -55,21 +55,15 @@ def dot_of_bytes(a: np.ndarray, b: np.ndarray, c: np.ndarray, adder: Adder) -> n
 
 def _add(products: np.ndarray, exponents: np.ndarray, c: np.ndarray, fraction_bits: int) -> np.ndarray:
     """One step. An infinite term or a NaN stays what it is through all of it."""
-    shift = fraction_bits - np.maximum(exponents.max(axis=-1), _exponents(c))
-    cut = np.trunc(np.ldexp(products, shift[..., None])).sum(axis=-1) + np.trunc(np.ldexp(c.astype(np.float64), shift))
-    total = toward_zero(np.ldexp(cut + 0.0, -shift))  # + 0: a sum of integers has no negative zero
+    place = np.maximum(exponents.max(axis=-3), _exponents(c)) - fraction_bits  # of the last bit that is kept
+    up, down = np.ldexp(1.0, -place), np.ldexp(1.0, place)
+    cut = np.trunc(products * up[..., None, :, :]).sum(axis=-3) + np.trunc(c * up)
+    total = toward_zero(cut * down)
     return np.where(np.isnan(total), NAN, total)
 
 
 def _exponents(values: np.ndarray) -> np.ndarray:
     """That of the leading bit, at least the format's smallest; of 0 none."""
-    _, exponent = np.frexp(values.astype(np.float64))  # for a significand below 1
+    _, exponent = np.frexp(values.astype(np.float32))  # for a significand below 1
     exponent = np.maximum(exponent - 1, ml_dtypes.finfo(values.dtype).minexp)
-    return np.where(values == 0, NO_EXPONENT, exponent)
-
-
-def toward_zero(values: np.ndarray) -> np.ndarray:
-    """float64 as float32; from 2**128 on infinite."""
-    near = values.astype(np.float32)
-    grown = (np.abs(near) > np.abs(values)) & (np.abs(values) < 2.0**128)
-    return np.where(grown, np.nextafter(near, np.float32(0)), near)
+    return np.where(values == 0, NO_EXPONENT, exponent).astype(np.int16)

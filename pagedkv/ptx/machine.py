@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..arrays import ArrayView
-from . import moves, tensor, warp
-from .arithmetic import HANDLERS, bits_of, numpy_type
+from . import collectives, moves, tensor, warp
+from .arithmetic import bits_of, numpy_type
 from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
 from .counters import Counters
 from .faults import Fault, UnknownInstruction
+from .instructions import handler_of
 from .memory import GlobalMemory, LocalMemory, SharedMemory, Threads
 from .operands import constant_value, source_types, storage_type
 from .parse import Address, Constant, Instruction, Kernel, Register, Special, Symbol
@@ -131,7 +132,7 @@ class Machine:
                 self.value(source, kind, threads)
                 for source, kind in zip(sources, source_types(instruction, len(sources)), strict=True)
             ]
-            result = HANDLERS[name](instruction.opcode, *values)
+            result = handler_of(instruction.opcode)(instruction.opcode, *values)
             if isinstance(target, list):  # setp's second result
                 target, opposite = target
                 self.set(opposite, ~result, threads)
@@ -272,9 +273,10 @@ EFFECTS = {
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "bar": warp.synchronise,
+    **collectives.EFFECTS,
     **tensor.EFFECTS,
 }
-COLLECTIVES = {"shfl", "vote", *tensor.EFFECTS}
+COLLECTIVES = {"shfl", "vote", "match", "redux", *tensor.EFFECTS}
 
 
 # ---- registers -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ import numpy as np
 from .arithmetic import bits_of, numpy_type
 from .parse import Constant, Instruction
 
+# What comes as a register's bits, for want of a NumPy type or because two share a register.
+AS_BITS = {"f16": "u16", "bf16": "u16", "e4m3x2": "u16", "e5m2x2": "u16", "f16x2": "u32", "bf16x2": "u32"}
+
 
 def storage_type(kind: str) -> type:
     return np.bool_ if kind == "pred" else numpy_type(f"u{bits_of(kind)}")
@@ -30,15 +33,16 @@ def source_types(instruction: Instruction, count: int) -> list[str]:
         return [kind if name == "shr" else f"u{bits_of(kind)}", "u32"]
     if name == "bfi":
         return [f"u{bits_of(kind)}"] * 2 + ["u32"] * 2
-    if name == "prmt":
-        return ["u32"] * 3
+    if name == "bfe":
+        return [kind] + ["u32"] * 2
+    if name in ("prmt", "lop3", "shf"):
+        return ["u32"] * count
     if name == "selp":
         return [kind, kind, "pred"]
+    if name == "slct":
+        return [opcode[-2]] * 2 + [kind]
     if name == "createpolicy":
         return ["f32"] * count
-    if name == "cvt":
-        # Formats without a NumPy type come as their bits; fp8 pairs are made of two floats.
-        return ["f32"] * count if opcode[-2] in ("e4m3x2", "e5m2x2") else ["u16" if kind == "bf16" else kind]
     if name == "mad" and "wide" in opcode:
         return [kind, kind, f"{kind[0]}{2 * bits_of(kind)}"]
-    return [kind] * count
+    return [AS_BITS.get(kind, kind)] * count
