@@ -49,14 +49,15 @@ class CudaCoreScan {
     }
   }
 
-  // Leaves accumulators [HEADS, row_stride] and states [HEADS] in shared memory.
-  __device__ __forceinline__ void leave(float* acc_smem, int row_stride, SoftmaxState* states_smem) {
+  // Leaves the state of head h as number `first` + h.
+  template <class States>
+  __device__ __forceinline__ void leave(const States& states_smem, int first) {
 #pragma unroll
     for (int head = 0; head < HEADS; head++) {
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; i++)
-        if (feature(i) < HEAD_SIZE) acc_smem[head * row_stride + feature(i)] = acc_[i][head];
-      if (lane() == 0) states_smem[head] = {max_logit_[head], exp_sum_[head]};
+        if (feature(i) < HEAD_SIZE) states_smem.acc_of(first + head)[feature(i)] = acc_[i][head];
+      if (lane() == 0) states_smem.set(first + head, {max_logit_[head], exp_sum_[head]});
     }
   }
 

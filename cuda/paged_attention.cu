@@ -24,34 +24,38 @@ struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNE
   using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
 };
 
-// Softmax states of HEADS heads, several times: those of the warps of a CTA in shared memory, or those of the segments of
-// all units in the workspace.
-template <int HEADS, int HEAD_SIZE, int ROW>
+// Softmax states of rows, one per head, in shared memory or in the workspace.
+template <int ROW>
 struct States {
-  float* acc;           // [count, HEADS, ROW]
-  SoftmaxState* state;  // [count, HEADS]
+  float* acc;         // [count, ROW]
+  float* max_logits;  // [count]
+  float* exp_sums;    // [count]
 
-  static constexpr int64_t BYTES = HEADS * (ROW * sizeof(float) + sizeof(SoftmaxState));  // of each
+  static constexpr int BYTES = (ROW + 2) * sizeof(float);  // of each
 
   __device__ __forceinline__ States(void* memory, int64_t count)
-      : acc(static_cast<float*>(memory)), state(reinterpret_cast<SoftmaxState*>(acc + count * HEADS * ROW)) {}
+      : acc(static_cast<float*>(memory)), max_logits(acc + count * ROW), exp_sums(max_logits + count) {}
 
-  __device__ __forceinline__ float* acc_of(int64_t index, int head) const { return acc + (index * HEADS + head) * ROW; }
-  __device__ __forceinline__ SoftmaxState* state_of(int64_t index) const { return state + index * HEADS; }
+  __device__ __forceinline__ void set(int64_t index, const SoftmaxState& state) const {
+    max_logits[index] = state.max_logit, exp_sums[index] = state.exp_sum;
+  }
+  __device__ __forceinline__ float* acc_of(int64_t index) const { return acc + index * ROW; }
+  __device__ __forceinline__ float4& pack(int64_t index, int feature) const {
+    return *reinterpret_cast<float4*>(acc_of(index) + feature);
+  }
 
   // One state from `count`, the i-th of them number `index_of(i)`, with four numbers of its accumulator.
   template <class IndexOf>
-  __device__ __forceinline__ SoftmaxState merged(int count, const IndexOf& index_of, int head, int feature,
-                                                 float4& sum) const {
+  __device__ __forceinline__ SoftmaxState merged(int count, const IndexOf& index_of, int feature, float4& sum) const {
     SoftmaxState common;
-    for (int i = 0; i < count; i++) common.max_logit = fmaxf(common.max_logit, state_of(index_of(i))[head].max_logit);
+    for (int i = 0; i < count; i++) common.max_logit = fmaxf(common.max_logit, max_logits[index_of(i)]);
     sum = {};
 #pragma unroll 4
     for (int i = 0; i < count; i++) {
-      const SoftmaxState part = state_of(index_of(i))[head];
-      const float4 numbers = *reinterpret_cast<const float4*>(acc_of(index_of(i), head) + feature);
-      const float factor = weight(part.max_logit, common.max_logit);
-      common.exp_sum += part.exp_sum * factor;
+      const int64_t index = index_of(i);
+      const float factor = weight(max_logits[index], common.max_logit);
+      const float4 numbers = pack(index, feature);
+      common.exp_sum += exp_sums[index] * factor;
       sum.x += numbers.x * factor, sum.y += numbers.y * factor, sum.z += numbers.z * factor, sum.w += numbers.w * factor;
     }
     return common;
@@ -61,11 +65,22 @@ struct States {
 // Where the results of a unit's heads go.
 template <class scalar_t>
 struct Results {
-  scalar_t* out;  // of the sequence and the first head
-  float* lse;     // likewise, or null
-  const void* sinks;  // of the first head, or null
+  scalar_t* out;      // of the unit's sequence and first head
+  float* lse;         // likewise, or null
+  const void* sinks;  // [num_heads], or null
   float v_scale;
+  int32_t first_head;
   const DecodeParams& params;
+
+  __device__ __forceinline__ Results(scalar_t* out, float* lse, const void* sinks, const Scale& v_scale,
+                                     const Segment& segment, const DecodeParams& params)
+      : out(out + segment.sequence * params.out_token_stride + segment.first_head * params.out_head_stride),
+        lse(lse == nullptr ? nullptr
+                           : lse + segment.sequence * params.lse_token_stride + segment.first_head * params.lse_head_stride),
+        sinks(sinks),
+        v_scale(v_scale.of_head(segment.kv_head)),
+        first_head(segment.first_head),
+        params(params) {}
 
   __device__ __forceinline__ void write(int head, int feature, SoftmaxState state, const float4& acc) const {
     float factor = v_scale;
@@ -79,7 +94,7 @@ struct Results {
   }
 
   __device__ __forceinline__ float sink(int head) const {
-    const int64_t offset = head * params.sink_stride;
+    const int64_t offset = (first_head + head) * params.sink_stride;
     return params.sinks_are_float32 ? static_cast<const float*>(sinks)[offset]
                                     : to_float(static_cast<const scalar_t*>(sinks)[offset]);
   }
@@ -118,65 +133,55 @@ __global__ void __launch_bounds__(WARPS * 32)
                     const __grid_constant__ DecodeParams params) {
   using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>::type;
   // 16 bytes between rows put the columns of O^T that a warp writes at once into different banks.
-  using WarpStates = States<HEADS, HEAD_SIZE, HEAD_SIZE + 4>;
-  using SegmentStates = States<HEADS, HEAD_SIZE, HEAD_SIZE>;
+  using WarpStates = States<HEAD_SIZE + 4>;
+  using SegmentStates = States<HEAD_SIZE>;
   static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
   extern __shared__ uint4 smem[];  // the warps' scans, then their states
   const int warp = threadIdx.x / 32;
-  const WarpStates warp_states(smem, WARPS);
-  const SegmentStates partials(workspace, params.num_slots);
+  const WarpStates warp_states(smem, WARPS * HEADS);
+  const SegmentStates partials(workspace, params.num_states);
 
-  Schedule<Scan::TILE_TOKENS> schedule(seq_lens, params);
+  Schedule<Scan::TILE_TOKENS, HEADS> schedule(seq_lens, params);
   for (Segment segment; schedule.next(segment);) {
-    const int32_t kv_head = segment.unit_head / params.units_per_kv_head;
-    const int32_t first_of_group = segment.unit_head % params.units_per_kv_head * HEADS;
-    const int32_t first_head = kv_head * params.queries_per_kv + first_of_group;
-    const int32_t num_heads = min(HEADS, params.queries_per_kv - first_of_group);
-    const PackedSequence<cache_t, BLOCK_SIZE> sequence{key_cache + kv_head * params.key_head_stride,
-                                                       value_cache + kv_head * params.value_head_stride,
+    const PackedSequence<cache_t, BLOCK_SIZE> sequence{key_cache + segment.kv_head * params.key_head_stride,
+                                                       value_cache + segment.kv_head * params.value_head_stride,
                                                        block_tables + segment.sequence * params.table_stride,
                                                        params.table_step,
                                                        params.key_block_stride,
                                                        params.value_block_stride,
                                                        segment.first_token,
                                                        segment.end_token};
-    const float scale = params.scale * Scale{k_scale, params.k_scale, params.k_scale_stride}.of_head(kv_head);
-    const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + first_head * params.slope_stride;
+    const float scale = params.scale * Scale{k_scale, params.k_scale, params.k_scale_stride}.of_head(segment.kv_head);
+    const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;
     const ScoreOptions options{scale, scale * LOG2_E, params.softcap, slopes, params.slope_stride, segment.query_position};
 
     Scan scan(sequence, reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
     scan.run(segment.first_token / Scan::TILE_TOKENS + warp,
              (segment.end_token + Scan::TILE_TOKENS - 1) / Scan::TILE_TOKENS, WARPS,
-             query + segment.sequence * params.query_token_stride + first_head * params.query_head_stride,
-             params.query_head_stride, num_heads, options);
+             query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
+             params.query_head_stride, segment.num_heads, options);
     __syncthreads();  // every scan has ended
-    scan.leave(warp_states.acc_of(warp, 0), HEAD_SIZE + 4, warp_states.state_of(warp));
+    scan.leave(warp_states, warp * HEADS);
     __syncthreads();
 
-    const Results<scalar_t> results{
-        out + segment.sequence * params.out_token_stride + first_head * params.out_head_stride,
-        lse == nullptr ? nullptr : lse + segment.sequence * params.lse_token_stride + first_head * params.lse_head_stride,
-        sinks == nullptr ? nullptr
-                         : static_cast<const char*>(sinks) + first_head * params.sink_stride *
-                                                                 (params.sinks_are_float32 ? sizeof(float) : sizeof(scalar_t)),
-        Scale{v_scale, params.v_scale, params.v_scale_stride}.of_head(kv_head), params};
+    const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
     const auto for_each_pack = [&](const auto& act) {
-      for (int i = threadIdx.x * 4; i < num_heads * HEAD_SIZE; i += WARPS * 128) act(i / HEAD_SIZE, i % HEAD_SIZE);
+      for (int i = threadIdx.x * 4; i < segment.num_heads * HEAD_SIZE; i += WARPS * 128) act(i / HEAD_SIZE, i % HEAD_SIZE);
     };
     const bool is_whole = segment.num_partials == 1;
     for_each_pack([&](int head, int feature) {
       float4 acc;
-      const SoftmaxState state = warp_states.merged(WARPS, [](int i) { return i; }, head, feature, acc);
+      const SoftmaxState state = warp_states.merged(WARPS, [&](int i) { return i * HEADS + head; }, feature, acc);
       if (is_whole) return results.write(head, feature, state, acc);
-      const int32_t slot = segment.slot(segment.partial);
-      *reinterpret_cast<float4*>(partials.acc_of(slot, head) + feature) = acc;
-      if (feature == 0) partials.state_of(slot)[head] = state;
+      const int64_t index = segment.state(segment.partial, head);
+      partials.pack(index, feature) = acc;
+      if (feature == 0) partials.set(index, state);
     });
     if (!is_whole && is_last_to_arrive(counters + segment.unit, segment.num_partials))
       for_each_pack([&](int head, int feature) {
         float4 acc;
-        const auto slot = [&](int i) { return segment.slot(i); };
-        const SoftmaxState state = partials.merged(segment.num_partials, slot, head, feature, acc);
+        const auto index_of = [&](int i) { return segment.state(i, head); };
+        const SoftmaxState state = partials.merged(segment.num_partials, index_of, feature, acc);
         results.write(head, feature, state, acc);
       });
     __syncthreads();  // shared memory is free again

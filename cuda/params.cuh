@@ -53,9 +53,10 @@ struct DecodeParams {
   int64_t lse_token_stride;
   int64_t slope_stride;
   int64_t sink_stride;
-  float scale;  // of q . k
-  float softcap;  // 0 for none
-  float k_scale;  // used where the kernel's pointer is null
+  int64_t num_states;  // that the workspace holds
+  float scale;         // of q . k
+  float softcap;       // 0 for none
+  float k_scale;       // used where the kernel's pointer is null
   float v_scale;
   int32_t k_scale_stride;  // between the scales of heads, 0 where all share one
   int32_t v_scale_stride;
@@ -66,7 +67,7 @@ struct DecodeParams {
   int32_t window_left;         // -1 for no bound
   int32_t partition_size;      // tokens; 0 for equal shares
   int32_t num_partitions;      // of a sequence, at most
-  int32_t num_slots;           // of the workspace
+  int32_t num_heads;
   int32_t sinks_are_float32;   // else they have the query's dtype
 };
 

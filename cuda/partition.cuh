@@ -11,14 +11,16 @@ namespace pagedkv {
 
 struct Segment {
   int64_t unit;
-  int32_t sequence, unit_head;     // of the unit; a unit's head is a kv head and part of its group
-  int32_t first_token, end_token;  // keys that this segment sees
-  int32_t query_position;          // seq_len - 1
-  int32_t partial, num_partials;   // this state's place among those of the unit
-  int32_t first_slot, slot_step;   // where those are kept
+  int32_t sequence, kv_head, first_head, num_heads;  // of the unit
+  int32_t first_token, end_token;                    // keys that this segment sees
+  int32_t query_position;                            // seq_len - 1
+  int32_t partial, num_partials;                     // this state's place among those of the unit
+  // Where those are kept.
+  int64_t first_state;
+  int32_t state_step, second_state_step, head_step;
 
-  __device__ __forceinline__ int32_t slot(int32_t i) const {
-    return first_slot + i * slot_step - (i == 0 ? 0 : slot_step - 1);
+  __device__ __forceinline__ int64_t state(int32_t partial, int32_t head) const {
+    return first_state + partial * state_step - (partial == 0 ? 0 : state_step - second_state_step) + head * head_step;
   }
 };
 
@@ -36,7 +38,7 @@ struct VisibleKeys {
   }
 };
 
-template <int TILE_TOKENS>
+template <int TILE_TOKENS, int HEADS>
 class Schedule {
  public:
   __device__ __forceinline__ Schedule(const int32_t* seq_lens, const DecodeParams& params)
@@ -58,20 +60,29 @@ class Schedule {
     return {seq_lens_[sequence * params_.seq_len_stride], params_.window_left};
   }
 
+  __device__ __forceinline__ void set_unit(Segment& segment, int32_t sequence, int32_t unit_head) const {
+    segment.unit = int64_t{sequence} * params_.units_per_sequence + unit_head;
+    segment.sequence = sequence, segment.kv_head = unit_head / params_.units_per_kv_head;
+    const int32_t first_of_group = unit_head % params_.units_per_kv_head * HEADS;
+    segment.first_head = segment.kv_head * params_.queries_per_kv + first_of_group;
+    segment.num_heads = min(HEADS, params_.queries_per_kv - first_of_group);
+  }
+
   __device__ __forceinline__ bool next_partition(Segment& segment) {
     if (position_ >= end_) return false;
     const int32_t unit = position_ / params_.num_partitions, partition = position_ % params_.num_partitions;
     position_ = end_;
-    const int32_t sequence = unit / params_.units_per_sequence;
-    const VisibleKeys visible = keys(sequence);
+    set_unit(segment, unit / params_.units_per_sequence, unit % params_.units_per_sequence);
+    const VisibleKeys visible = keys(segment.sequence);
     const int32_t size = params_.partition_size, first = visible.first / size, last = max(0, visible.end - 1) / size;
     if (partition < first || partition > last) return false;
-    segment.sequence = sequence, segment.unit_head = unit % params_.units_per_sequence, segment.unit = unit;
     segment.first_token = max(visible.first, partition * size);
     segment.end_token = partition == last ? visible.end : (partition + 1) * size;
     segment.query_position = visible.end - 1;
     segment.partial = partition - first, segment.num_partials = last - first + 1;
-    segment.first_slot = unit * params_.num_partitions + first, segment.slot_step = 1;
+    const int64_t row = int64_t{segment.sequence} * params_.num_heads + segment.first_head;
+    segment.first_state = row * params_.num_partitions + first;
+    segment.state_step = segment.second_state_step = 1, segment.head_step = params_.num_partitions;
     return true;
   }
 
@@ -88,7 +99,9 @@ class Schedule {
       if (lane >= distance) up_to += before;
     }
     total_ = __shfl_sync(0xffffffffu, up_to, 31) * params_.units_per_sequence;
-    position_ = total_ * blockIdx.x / gridDim.x, end_ = total_ * (blockIdx.x + 1) / gridDim.x;
+    num_shares_ = min(int64_t{gridDim.x}, total_);  // none is empty
+    if (blockIdx.x >= num_shares_) return;
+    position_ = total_ * blockIdx.x / num_shares_, end_ = total_ * (blockIdx.x + 1) / num_shares_;
 
     const uint32_t reached = __ballot_sync(0xffffffffu, up_to * params_.units_per_sequence > position_);
     const int32_t owner = reached == 0 ? 31 : __ffs(reached) - 1;
@@ -110,17 +123,17 @@ class Schedule {
     if (position_ >= end_) return false;
     const VisibleKeys visible = keys(sequence_);
     const int32_t in_sequence = position_ - tiles_before_ * params_.units_per_sequence;
-    segment.unit_head = in_sequence / num_tiles_;
-    const int32_t tile = in_sequence % num_tiles_, count = min(int64_t{num_tiles_ - tile}, end_ - position_);
-    const int32_t first_tile = visible.first / TILE_TOKENS + tile;
-    segment.sequence = sequence_, segment.unit = int64_t{sequence_} * params_.units_per_sequence + segment.unit_head;
+    const int32_t tile = in_sequence % num_tiles_, first_tile = visible.first / TILE_TOKENS + tile;
+    const int32_t count = min(int64_t{num_tiles_ - tile}, end_ - position_);
+    set_unit(segment, sequence_, in_sequence / num_tiles_);
     segment.first_token = max(visible.first, first_tile * TILE_TOKENS);
     segment.end_token = min(visible.end, (first_tile + count) * TILE_TOKENS);
     segment.query_position = visible.end - 1;
     const int32_t first_cta = owner(position_ - tile), last_cta = owner(position_ - tile + num_tiles_ - 1);
     segment.partial = blockIdx.x - first_cta, segment.num_partials = last_cta - first_cta + 1;
-    // A CTA has at most two partial states: of a unit that began before its share, and of one that goes on behind it.
-    segment.first_slot = 2 * first_cta + 1, segment.slot_step = 2;
+    // A CTA leaves at most two states: of a unit that began before its share, and of one that goes on behind it.
+    segment.first_state = (2 * first_cta + 1) * HEADS;
+    segment.state_step = 2 * HEADS, segment.second_state_step = HEADS, segment.head_step = 1;
     position_ += count;
     settle();
     return true;
@@ -128,12 +141,12 @@ class Schedule {
 
   // The CTA whose share holds a position.
   __device__ __forceinline__ int32_t owner(int64_t position) const {
-    return ((position + 1) * gridDim.x - 1) / total_;
+    return ((position + 1) * num_shares_ - 1) / total_;
   }
 
   const int32_t* seq_lens_;
   const DecodeParams& params_;
-  int64_t position_ = 0, end_ = 0, total_ = 0, tiles_before_ = 0;
+  int64_t position_ = 0, end_ = 0, total_ = 0, num_shares_ = 0, tiles_before_ = 0;
   int32_t sequence_ = 0, num_tiles_ = 0;
 };
 

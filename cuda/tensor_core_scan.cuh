@@ -62,8 +62,9 @@ class TensorCoreScan {
     wait_for_copies<0>();
   }
 
-  // Leaves accumulators [HEADS, row_stride] and states [HEADS] in shared memory.
-  __device__ __forceinline__ void leave(float* acc_smem, int row_stride, SoftmaxState* states_smem) {
+  // Leaves the state of head h as number `first` + h.
+  template <class States>
+  __device__ __forceinline__ void leave(const States& states_smem, int first) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
@@ -71,9 +72,9 @@ class TensorCoreScan {
         const int head = n * 8 + 2 * column() + h;
 #pragma unroll
         for (int feature = 0; feature < HEAD_SIZE; feature += 8)
-          acc_smem[head * row_stride + feature + row()] = acc_[feature / 16][n][feature / 8 % 2 * 2 + h];
+          states_smem.acc_of(first + head)[feature + row()] = acc_[feature / 16][n][feature / 8 % 2 * 2 + h];
         const float exp_sum = over_rows(exp_sum_[n][h], [](float x, float y) { return x + y; });
-        if (row() == 0) states_smem[head] = {max_logit_[n][h], exp_sum};
+        if (row() == 0) states_smem.set(first + head, {max_logit_[n][h], exp_sum});
       }
   }
 

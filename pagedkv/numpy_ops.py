@@ -251,13 +251,13 @@ def _partials(problem: Attention) -> Partials:
     shape = (num_tokens, num_heads, problem.num_partials)
     nbytes = partials_nbytes(*problem.query.shape, shape[-1])
     count = nbytes // FLOAT_BYTES
-    if problem.workspace is None or nbytes == 0:
+    if problem.workspace is None or nbytes == 0 or problem.has_equal_shares:
         flat = np.empty(count, np.float32)
     else:
         # Bytes of any alignment: NumPy reads them all the same.
         flat = np.ndarray(count, np.float32, problem.workspace.numpy())
     per_state = num_tokens * num_heads * shape[-1]
-    max_logits, exp_sums, tmp_out = np.split(flat, (per_state, 2 * per_state))
+    tmp_out, max_logits, exp_sums = np.split(flat, (head_size * per_state, (head_size + 1) * per_state))
     return Partials(max_logits.reshape(shape), exp_sums.reshape(shape), tmp_out.reshape(*shape, head_size))
 
 

@@ -54,6 +54,7 @@ DECODE_PARAMS = _struct(
     lse_token_stride=INT64,
     slope_stride=INT64,
     sink_stride=INT64,
+    num_states=INT64,
     scale=FLOAT32,
     softcap=FLOAT32,
     k_scale=FLOAT32,
@@ -67,7 +68,7 @@ DECODE_PARAMS = _struct(
     window_left=INT32,
     partition_size=INT32,
     num_partitions=INT32,
-    num_slots=INT32,
+    num_heads=INT32,
     sinks_are_float32=INT32,
 )
 

@@ -10,14 +10,18 @@ import numpy as np
 
 from . import indices, nvrtc
 from .arrays import ArrayView, view
+from .decode_plan import decode_arrays, plan_decode
 from .kernels import Instance, expanded_source
-from .problem import CacheWrite
+from .launch import Launch
+from .problem import Attention, CacheWrite
 from .ptx.counters import Counters
 from .ptx.machine import Machine
 from .ptx.parse import Kernel, parse_kernel
-from .write_plan import Launch, plan_flash_write, plan_packed_write, write_arrays
+from .write_plan import plan_flash_write, plan_packed_write, write_arrays
 
 ARCH = "compute_90"  # virtual: PTX is what runs
+NUM_SMS = 4  # of the card that this backend plans for: few, so that small sequences are cut as well
+SEED = 0  # of the order in which CTAs run: not that of the grid
 _profile: ContextVar["list[LaunchProfile] | None"] = ContextVar("profile", default=None)
 
 
@@ -41,6 +45,33 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> None:
     launch(plan(problem), write_arrays(problem))
 
 
+def paged_attention_v1(problem: Attention) -> None:
+    """One launch of ``paged_attention`` that cuts no sequence."""
+    _decode(problem)
+
+
+def paged_attention_v2(problem: Attention) -> None:
+    """One launch of ``paged_attention`` that cuts sequences into partitions or shares."""
+    _decode(problem)
+
+
+def _decode(problem: Attention) -> None:
+    lens = problem.seq_lens.numpy()
+    tables = problem.block_table.numpy()
+    indices.check_scales(problem.cache, ArrayView.numpy)
+    indices.check_attention(problem, tables, lens, None)
+    if problem.num_seqs == 0:
+        return
+    tables, lens = (view(array.astype(np.int32, copy=False), "indices") for array in (tables, lens))
+    problem = replace(problem, block_table=tables, seq_lens=lens)
+    planned = plan_decode(problem, NUM_SMS)
+    # The kernels write all of it that they read: what it holds before is garbage on purpose.
+    workspace = view(np.full(planned.workspace_bytes, 0xFF, np.uint8), "workspace") if planned.workspace_bytes else None
+    counters = view(np.zeros(planned.num_counters, np.int32), "counters") if planned.num_counters else None
+    launch(planned.launch, [*decode_arrays(problem), workspace, counters])
+    assert counters is None or not counters.numpy().any(), "counters are zero again"
+
+
 def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:
     """Runs one launch. A kernel's parameters are its arrays, None for a null pointer, and then its struct."""
     kernel = _kernel(planned.instance)
@@ -52,7 +83,8 @@ def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:
     params[struct_offset:] = planned.params.tobytes()
     given = [array for array in arrays if array is not None]
     counters = None if _profile.get() is None else Counters(kernel)
-    Machine(kernel, planned.grid, planned.threads, bytes(params), given, counters=counters).run()
+    shared = planned.shared_bytes
+    Machine(kernel, planned.grid, planned.threads, bytes(params), given, SEED, shared, counters).run()
     if counters is not None:
         _profile.get().append(LaunchProfile(planned, counters))
 

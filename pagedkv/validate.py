@@ -15,7 +15,7 @@ from .checks import wrong
 from .dtypes import FLOAT32, FLOATS, UINT8, is_fp8
 from .problem import Attention, CacheWrite, MergeStates, PagedCache, ScoreOptions
 from .validate_cache import flash_cache, packed_cache
-from .workspace import DEFAULT_PARTITION_SIZE, partials_nbytes
+from .workspace import DEFAULT_PARTITION_SIZE, partials_nbytes, shares_nbytes
 
 LONGEST = 2**31 - 1  # tokens of a sequence: a wider window bounds nothing
 MOST_SPLITS = 2**16
@@ -132,7 +132,9 @@ def _complete(
     query, (query_name, *_) = problem.query, arrays
     checks.check_same_device(arrays)
     if workspace is not None:
-        workspace = _workspace(workspace, query, query_name, problem.num_partials)
+        needed = partials_nbytes(*query.shape, problem.num_partials)
+        needed = shares_nbytes(query.shape[2]) if problem.has_equal_shares else needed
+        workspace = _workspace(workspace, query, query_name, needed)
     # Outputs come last: nothing is allocated for a call that fails.
     result = _output(out, "out", query, query.shape, query.dtype)
     lse = None
@@ -142,14 +144,13 @@ def _complete(
     return replace(problem, out=result, lse_out=lse, workspace=workspace)
 
 
-def _workspace(workspace: Any, query: ArrayView, query_name: str, num_partials: int) -> ArrayView:
+def _workspace(workspace: Any, query: ArrayView, query_name: str, needed: int) -> ArrayView:
     workspace = view(workspace, "workspace")
     checks.check_dtype(workspace, "workspace", (UINT8,))
     checks.check_ndim(workspace, "workspace", "nbytes")
     checks.check_contiguous(workspace, "workspace")
     checks.check_writable(workspace, "workspace")
     checks.check_same_device({query_name: query, "workspace": workspace})
-    needed = partials_nbytes(*query.shape, num_partials)
     if workspace.shape[0] < needed:
         raise ValueError(wrong("workspace", f"at least {needed} bytes", workspace.shape[0]))
     return workspace
@@ -213,6 +214,7 @@ def paged_attention(
         max_query_len=1,
         max_seq_len=checks.check_count(max_seq_len, "max_seq_len", minimum=0, none=None),
         partition_size=size,
+        has_equal_shares=not single_pass and partition_size is None,
     )
     arrays = {"query": query, "key_cache": cache.key, "block_tables": tables, "seq_lens": lens}
     arrays |= {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}

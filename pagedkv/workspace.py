@@ -3,14 +3,21 @@
 from .checks import check_choice, check_count, wrong
 
 FLOAT_BYTES = 4
-DEFAULT_PARTITION_SIZE = 512  # keys; v2's when the caller leaves it open
+DEFAULT_PARTITION_SIZE = 512  # keys; v2's in NumPy when the caller leaves it open
+MOST_CTAS = 512  # of a v2 that divides all keys into equal shares
+MOST_ROWS = 16  # query heads that one of them takes
 OPS = ("paged_attention_v2", "flash_attn_varlen_func")
 
 
 def partials_nbytes(num_tokens: int, num_heads: int, head_size: int, num_partials: int) -> int:
-    """Bytes of ``max_logits`` and ``exp_sums`` ``[num_tokens, num_heads, num_partials]`` and of ``tmp_out``
-    ``[num_tokens, num_heads, num_partials, head_size]``, all float32, in this order."""
+    """Bytes of ``tmp_out`` ``[num_tokens, num_heads, num_partials, head_size]`` and of ``max_logits`` and ``exp_sums``
+    ``[num_tokens, num_heads, num_partials]``, all float32, in this order."""
     return num_tokens * num_heads * num_partials * (2 + head_size) * FLOAT_BYTES
+
+
+def shares_nbytes(head_size: int) -> int:
+    """Bytes of the two states of ``MOST_ROWS`` query heads that each CTA may leave."""
+    return partials_nbytes(2 * MOST_CTAS, MOST_ROWS, head_size, 1)
 
 
 def workspace_nbytes(
@@ -46,5 +53,7 @@ def workspace_nbytes(
     num_splits = check_count(num_splits, "num_splits", minimum=0, none=0)
     if op == "flash_attn_varlen_func":
         return partials_nbytes(*query_shape, num_splits if num_splits > 1 else 0)
-    partition_size = check_count(partition_size, "partition_size", minimum=1, none=DEFAULT_PARTITION_SIZE)
+    if partition_size is None:
+        return shares_nbytes(sizes["head_size"])
+    partition_size = check_count(partition_size, "partition_size", minimum=1, none=None)
     return partials_nbytes(*query_shape, -(-max_seq_len // partition_size))

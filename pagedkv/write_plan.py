@@ -4,19 +4,16 @@ Needs no CuPy: the backends that run kernels and the list of instances that CI c
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from .arrays import ArrayView
 from .dtypes import CUDA_NAMES, is_fp8
 from .kernels import Instance
-from .layout import CacheStrides
+from .launch import LARGEST_GRID, Launch, as_bytes
+from .layout import PACK_BYTES, CacheStrides
 from .params import CACHE_WRITE_PARAMS, fast_divisor
 from .problem import CacheWrite, Scale
-
-PACK_BYTES = 16  # the widest access of a thread
-LARGEST_GRID = 2**31 - 1
 
 # Few tokens want latency, many want bandwidth; tuned on an H200.
 FEW_TOKENS = 512
@@ -28,16 +25,6 @@ MANY_FLASH, MANY_FLASH_FP8 = (4, 32), (4, 64)
 # Packed layout: tokens that a warp turns at once, and threads of a CTA. Sixteen 16-bit slots of a feature are one
 # 32-byte sector.
 FEW_PACKED, MANY_PACKED = (8, 128), (16, 32)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch: the instance, CTAs along x (blockIdx.y picks K or V), threads and by-value parameters."""
-
-    instance: Instance
-    grid: tuple[int, int]
-    threads: int
-    params: np.ndarray
 
 
 def plan_flash_write(problem: CacheWrite) -> Launch:
@@ -61,6 +48,7 @@ def plan_packed_write(problem: CacheWrite) -> Launch:
 def _launch(problem: CacheWrite, instance: Instance, ctas: int, threads: int, lanes_log2: int) -> Launch:
     if ctas > LARGEST_GRID:
         raise ValueError(f"slot_mapping: expected fewer slots in one call, got {problem.num_tokens}")
+    # blockIdx.y picks K or V.
     return Launch(instance, (ctas, 2), threads, write_params(problem, lanes_log2))
 
 
@@ -159,8 +147,7 @@ def write_params(problem: CacheWrite, lanes_per_token_log2: int) -> np.ndarray:
     ]
     divisors = (fast_divisor(cache.shape.block_size), fast_divisor(cache.shape.num_kv_heads))
     fields = (sides, problem.slot_mapping.strides[0], *divisors, problem.num_tokens, lanes_per_token_log2)
-    # As plain bytes: CuPy describes a structured dtype field by field at every launch.
-    return np.array(fields, CACHE_WRITE_PARAMS).view(f"V{CACHE_WRITE_PARAMS.itemsize}")
+    return as_bytes(fields, CACHE_WRITE_PARAMS)
 
 
 def _side(new: ArrayView, strides: CacheStrides, scale: Scale) -> tuple[int | float, ...]:

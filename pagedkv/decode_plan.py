@@ -1,0 +1,158 @@
+"""How a decode step is launched: kernel instance, grid, parameters and workspace, from the validated problem alone.
+
+Needs no CuPy: the backends that run kernels and the list of instances that CI compiles share it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .arrays import ArrayView
+from .dtypes import CUDA_NAMES, FLOAT32, is_fp8
+from .kernels import Instance
+from .launch import LARGEST_GRID, Launch, as_bytes
+from .layout import PACK_BYTES
+from .params import DECODE_PARAMS
+from .problem import Attention, Scale
+from .workspace import MOST_CTAS
+
+CTAS_PER_SM = 2
+SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
+MOST_TILES_AHEAD = 2
+WIDEST_PART = 16  # query heads of a CTA: two columns of the tensor cores' tiles
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """A launch, the bytes that its partial states need, and how many counters, zero before and after."""
+
+    launch: Launch
+    workspace_bytes: int
+    num_counters: int
+
+
+def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
+    """v1 has one CTA per unit, v2 one per partition or, without a partition size, an equal share of all tiles each."""
+    instance = decode_instance(problem)
+    *_, heads, warps, tiles_ahead, _ = instance.arguments
+    shape = problem.cache.shape
+    units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
+    units = problem.num_seqs * shape.num_kv_heads * units_per_kv_head
+    ctas, num_states = _division(problem, units, heads, num_sms)
+    if ctas > LARGEST_GRID:
+        raise ValueError(f"query: expected fewer sequences and partitions in one call, got {ctas} in all")
+    params = _params(problem, units_per_kv_head, num_states)
+    shared = max(_scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead) * warps,
+                 warps * heads * (shape.head_size + 6) * 4)  # fmt: skip
+    launch = Launch(instance, (ctas,), warps * 32, params, shared)
+    return DecodeLaunch(launch, num_states * (shape.head_size + 2) * 4, units if num_states else 0)
+
+
+def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple[int, int]:
+    """CTAs, and partial states that they may leave."""
+    if problem.has_equal_shares:
+        ctas = min(num_sms * CTAS_PER_SM, MOST_CTAS)
+        return ctas, 2 * ctas * heads
+    partitions = max(1, problem.num_partials)
+    states = problem.num_seqs * problem.num_heads * partitions if problem.num_partials else 0
+    return units * partitions, states
+
+
+# ---- instances ------------------------------------------------------------------------------------------------------
+
+
+def decode_instance(problem: Attention) -> Instance:
+    """The instance for a problem's dtypes, sizes, group of query heads and alignment."""
+    shape = problem.cache.shape
+    group = problem.num_heads // shape.num_kv_heads
+    sizes = (shape.head_size, shape.block_size, group)
+    return decode_instance_for(problem.query.dtype, problem.cache.format, *sizes, is_aligned=_is_aligned(problem))
+
+
+def decode_instance_for(
+    dtype: np.dtype, cache_format: np.dtype, head_size: int, block_size: int, group: int, *, is_aligned: bool = True
+) -> Instance:
+    """The kernel for groups of ``group`` query heads that share a kv head."""
+    heads = 8 if group <= 8 or dtype == FLOAT32 else WIDEST_PART
+    warps, tiles_ahead = _warps_and_tiles_ahead(dtype, cache_format, head_size, heads)
+    sizes = (head_size, block_size, heads, warps, tiles_ahead, str(is_aligned).lower())
+    return Instance("paged_attention.cu", "paged_attention", (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], *sizes))
+
+
+def _warps_and_tiles_ahead(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: int) -> tuple[int, int]:
+    """As many tiles on their way as shared memory allows; fewer warps where one does not fit."""
+    for warps in (4, 2, 1):
+        for tiles_ahead in range(MOST_TILES_AHEAD, 0, -1):
+            if warps * _scan_bytes(dtype, cache_format, head_size, heads, tiles_ahead) <= SHARED_BYTES:
+                return warps, tiles_ahead
+    raise AssertionError("one tile of the largest head fits")
+
+
+def _scan_bytes(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: int, tiles_ahead: int) -> int:
+    """Shared memory of a warp's scan: SMEM_BYTES of the kernel's two scans."""
+    if dtype == FLOAT32:
+        return heads * (head_size + 32) * 4
+    x = PACK_BYTES // cache_format.itemsize
+    key_packs, value_packs = x // 2 * -(-head_size // (4 * x)), head_size // 8
+    return (2 * tiles_ahead + 1) * max(key_packs, value_packs) * 32 * PACK_BYTES
+
+
+def _is_aligned(problem: Attention) -> bool:
+    """Whether every pack of 16 bytes begins at a multiple of 16."""
+    cache = problem.cache
+    arrays = [(array, array.strides[:2]) for array in (problem.query, cache.key, cache.value)]
+    return all(
+        array.pointer % PACK_BYTES == 0 and all(stride * array.dtype.itemsize % PACK_BYTES == 0 for stride in strides)
+        for array, strides in arrays
+    )
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def decode_arrays(problem: Attention) -> list[ArrayView | None]:
+    """The kernel's pointer parameters in order but for workspace and counters, None for a null pointer."""
+    cache, options = problem.cache, problem.options
+    arrays = [problem.query, cache.key, cache.value, problem.block_table, problem.seq_lens]
+    scales = [cache.k_scale.array, cache.v_scale.array] if is_fp8(cache.format) else [None, None]
+    arrays += [options.alibi_slopes, options.sinks, *scales]
+    return [*arrays, problem.out, problem.lse_out]
+
+
+def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.ndarray:
+    cache, options, shape = problem.cache, problem.options, problem.cache.shape
+    k_scale, v_scale = (_scale(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
+    left, _ = options.window
+    fields = (
+        *problem.query.strides[:2],
+        *(stride for side in (cache.key_strides, cache.value_strides) for stride in (side.block, side.head)),
+        *problem.block_table.strides,
+        *problem.seq_lens.strides,
+        *problem.out.strides,
+        *((0, 0) if problem.lse_out is None else problem.lse_out.strides),
+        *(0 if array is None else array.strides[0] for array in (options.alibi_slopes, options.sinks)),
+        num_states,
+        options.scale,
+        options.softcap,
+        k_scale[0],
+        v_scale[0],
+        k_scale[1],
+        v_scale[1],
+        problem.num_seqs,
+        problem.num_heads // shape.num_kv_heads,
+        units_per_kv_head,
+        shape.num_kv_heads * units_per_kv_head,
+        left,
+        0 if problem.has_equal_shares else problem.partition_size or LARGEST_GRID,
+        max(1, problem.num_partials),
+        problem.num_heads,
+        options.sinks is not None and options.sinks.dtype == FLOAT32,
+    )
+    return as_bytes(fields, DECODE_PARAMS)
+
+
+def _scale(scale: Scale, cache_format: np.dtype) -> tuple[float, int]:
+    """Value and stride between heads. What is not quantised has no scale."""
+    if not is_fp8(cache_format):
+        return 1.0, 0
+    return scale.value, scale.array.strides[0] if scale.per_head else 0
