@@ -170,7 +170,7 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: np.dtype) -> ArrayView
         import torch
 
         kind = next(kind for kind, same in _torch_dtypes().items() if same == dtype)
-        return _view_torch(torch.empty(shape, dtype=kind, device=like.owner.device), "out")
+        return _view_torch(torch.empty(shape, dtype=kind, device=device_name(like.device)), "out")
     if like.on_host:
         return _view_numpy(np.empty(shape, dtype), "out")
     import cupy

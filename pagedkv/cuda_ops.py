@@ -10,12 +10,15 @@ import cupy
 import numpy as np
 
 from . import indices, kernels
-from .arrays import ArrayView, view
+from .arrays import ArrayView, empty, view
 from .context import is_checked
-from .dtypes import INT64
-from .problem import CacheWrite
+from .counters import counters_for
+from .decode_plan import DecodeLaunch, decode_arrays, plan_decode
+from .dtypes import INT32, INT64
+from .launch import Launch
+from .problem import Attention, CacheWrite
 from .repeats import Pointers, Replay
-from .write_plan import Launch, plan_flash_write, plan_packed_write, write_arrays
+from .write_plan import plan_flash_write, plan_packed_write, write_arrays
 
 
 def reshape_and_cache_flash(problem: CacheWrite) -> Replay | None:
@@ -34,7 +37,7 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay 
     device = problem.key.device
     stream = _stream(problem.key.framework, device)
     with cupy.cuda.Device(device):
-        slots = _as_int64(problem.slot_mapping, "slot_mapping", stream)
+        slots = _as(INT64, problem.slot_mapping, "slot_mapping", stream)
         if is_checked():
             indices.check_slots(problem, _on_host(slots, "slot_mapping", stream))
             indices.check_scales(problem.cache, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
@@ -49,10 +52,10 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay 
 class LaunchReplay:
     """Makes one launch again on other addresses, on the stream that is then current."""
 
-    __slots__ = ("device", "framework", "grid", "kernel", "params", "threads")
+    __slots__ = ("device", "framework", "grid", "kernel", "params", "shared_bytes", "threads")
 
     def __init__(self, launch: Launch, framework: str, device: int) -> None:
-        self.kernel = kernels.load(launch.instance, device)
+        self.kernel, self.shared_bytes = kernels.load(launch.instance, device, launch.shared_bytes), launch.shared_bytes
         self.grid, self.threads, self.params = launch.grid, (launch.threads,), launch.params
         self.framework, self.device = framework, device
 
@@ -62,8 +65,85 @@ class LaunchReplay:
                 return self(pointers)
         # None is CuPy's own current stream, which the launch finds faster than we do.
         stream = None if self.framework == "cupy" else _stream(self.framework, self.device)
-        self.kernel(self.grid, self.threads, (*pointers, self.params), stream=stream)
+        self.kernel(self.grid, self.threads, (*pointers, self.params), self.shared_bytes, stream)
         return None
+
+
+# ---- decode ---------------------------------------------------------------------------------------------------------
+
+
+def paged_attention_v1(problem: Attention) -> Replay | None:
+    """One launch of ``paged_attention`` that cuts no sequence; returns how to repeat it."""
+    return _decode(problem)
+
+
+def paged_attention_v2(problem: Attention) -> Replay | None:
+    """One launch of ``paged_attention`` that cuts sequences into partitions or shares; returns how to repeat it."""
+    return _decode(problem)
+
+
+def _decode(problem: Attention) -> Replay | None:
+    if problem.num_seqs == 0:
+        return None
+    device = problem.query.device
+    stream = _stream(problem.query.framework, device)
+    with cupy.cuda.Device(device):
+        tables = _as(INT32, problem.block_table, "block_tables", stream)
+        lens = _as(INT32, problem.seq_lens, "seq_lens", stream)
+        if is_checked():
+            on_host = (_on_host(array, name, stream) for array, name in ((tables, "block_tables"), (lens, "seq_lens")))
+            indices.check_scales(problem.cache, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
+            indices.check_attention(problem, *on_host, None)
+        converted = replace(problem, block_table=tables, seq_lens=lens)
+        replay = DecodeReplay(plan_decode(converted, _num_sms(device)), converted)
+    arrays = [*decode_arrays(converted), converted.workspace]
+    replay([0 if array is None else array.pointer for array in arrays])
+    return replay if tables is problem.block_table and lens is problem.seq_lens else None
+
+
+class DecodeReplay:
+    """Makes one decode launch again. Outputs and workspace whose addresses are 0 are allocated, and the outputs
+    returned."""
+
+    __slots__ = ("launch", "lse", "num_counters", "out", "workspace_bytes")
+
+    def __init__(self, planned: DecodeLaunch, problem: Attention) -> None:
+        self.launch = LaunchReplay(planned.launch, problem.query.framework, problem.query.device)
+        self.workspace_bytes, self.num_counters = planned.workspace_bytes, planned.num_counters
+        self.out, self.lse = _form(problem.out), problem.lse_out and _form(problem.lse_out)
+
+    def __call__(self, pointers: Pointers) -> Any:
+        launch = self.launch
+        if cupy.cuda.runtime.getDevice() != launch.device:
+            with cupy.cuda.Device(launch.device):
+                return self(pointers)
+        *inputs, out, lse, workspace = pointers
+        counters, stream = 0, _stream(launch.framework, launch.device)
+        if self.num_counters:
+            counters = counters_for(stream, launch.device, self.num_counters)
+            if workspace == 0:
+                with stream:
+                    memory = cupy.empty(self.workspace_bytes, np.uint8)
+                workspace = memory.data.ptr
+        made = [
+            empty(like, like.shape, like.dtype) if like is not None and pointer == 0 else None
+            for like, pointer in ((self.out, out), (self.lse, lse))
+        ]
+        out, lse = (
+            pointer if array is None else array.pointer for array, pointer in zip(made, (out, lse), strict=True)
+        )
+        launch([*inputs, out, lse, workspace, counters])
+        return tuple(made)
+
+
+def _form(array: ArrayView) -> ArrayView:
+    """The array without its memory."""
+    return replace(array, pointer=0, owner=None)
+
+
+@cache
+def _num_sms(device: int) -> int:
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
 
 
 # ---- devices and streams --------------------------------------------------------------------------------------------
@@ -101,13 +181,13 @@ def _as_cupy(array: ArrayView) -> Any:
     return cupy.ndarray(array.shape, array.dtype, pointer, tuple(stride * size for stride in array.strides))
 
 
-def _as_int64(array: ArrayView, name: str, stream: Any) -> ArrayView:
-    if array.dtype == INT64:
+def _as(dtype: np.dtype, array: ArrayView, name: str, stream: Any) -> ArrayView:
+    if array.dtype == dtype:
         return array
     if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
-        raise TypeError(f"{name}: expected int64 under graph capture, got {array.dtype.name}")
+        raise TypeError(f"{name}: expected {dtype.name} under graph capture, got {array.dtype.name}")
     with stream:
-        return view(_as_cupy(array).astype(INT64), name)
+        return view(_as_cupy(array).astype(dtype), name)
 
 
 def _on_host(array: ArrayView, name: str, stream: Any) -> np.ndarray:

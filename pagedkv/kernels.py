@@ -72,8 +72,11 @@ def arch_options(capability: str) -> tuple[str, ...]:
 
 
 @cache
-def load(instance: Instance, device: int) -> Any:
-    """The kernel as a CuPy function on a device, compiled on first use (from CuPy's disk cache after that)."""
+def load(instance: Instance, device: int, shared_bytes: int = 0) -> Any:
+    """The kernel as a CuPy function on a device, compiled on first use (from CuPy's disk cache after that).
+
+    ``shared_bytes`` of dynamic shared memory are what its launches may ask for.
+    """
     import cupy
 
     with cupy.cuda.Device(device) as current:
@@ -83,4 +86,7 @@ def load(instance: Instance, device: int) -> Any:
             name_expressions=(instance.expression,),
         )
         # The function itself: a launch then costs no look-up of the device's module.
-        return module.get_function(instance.expression).kernel
+        function = module.get_function(instance.expression)
+        if shared_bytes:
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        return function.kernel

@@ -12,7 +12,8 @@ from typing import Any
 from .context import chosen_backend, is_checked
 
 Pointers = list[int]
-Replay = Callable[[Pointers], None]
+Replay = Callable[[Pointers], Any]
+MISS = object()  # no call like this one has been made
 
 ALIGNMENT = 16  # bytes; instances differ by alignment up to the widest access
 LIMIT = 4096  # forms remembered; a caller whose shapes never repeat starts over instead of growing without bound
@@ -37,16 +38,13 @@ class Call:
         self.pointers, forms = map(list, zip(*described, strict=True))
         self.key = (op, options, *forms)
 
-    def replay(self) -> bool:
-        """Launches what an equal call launched; False if there was none."""
+    def replay(self) -> Any:
+        """Launches what an equal call launched and returns what that returns; MISS if there was none."""
         try:
             replay = _replays.get(self.key)
         except TypeError:  # an option that cannot be hashed: validation says what is wrong with it
             self.key = replay = None
-        if replay is None:
-            return False
-        replay(self.pointers)
-        return True
+        return MISS if replay is None else replay(self.pointers)
 
     def remember(self, replay: Replay | None) -> None:
         """Keeps a launch for later calls of the same key; None is a call that does not repeat."""

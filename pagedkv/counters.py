@@ -1,0 +1,48 @@
+"""Counters on a device that kernels find at zero and leave at zero, so that no launch has to clear them first.
+
+Calls on one stream run one after the other and share a buffer. A captured call may be replayed on any stream beside
+them, so it gets counters of its own, for good.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import cupy
+
+FEWEST = 1 << 12
+RESERVE = 1 << 20  # for calls that will be captured; what remains of it is at least half as much after an eager call
+
+
+@dataclass(slots=True)
+class _Reserve:
+    buffer: Any = None
+    taken: int = RESERVE
+    full: list[Any] = field(default_factory=list)  # kept for the graphs that use them
+
+
+_by_stream: dict[tuple[int, int], Any] = {}
+_reserves: dict[int, _Reserve] = {}
+
+
+def counters_for(stream: Any, device: int, count: int) -> int:
+    """The address of ``count`` int32 zeros for a call on this stream. RuntimeError under capture if none are left."""
+    reserve = _reserves.setdefault(device, _Reserve())
+    if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
+        if reserve.taken + count > RESERVE:
+            raise RuntimeError("under graph capture: call the op once before, so that it can allocate its counters")
+        reserve.taken += count
+        return reserve.buffer.data.ptr + 4 * (reserve.taken - count)
+    if reserve.taken > RESERVE // 2:
+        reserve.full.append(reserve.buffer)
+        reserve.buffer, reserve.taken = _zeros(RESERVE, stream), 0
+    buffer = _by_stream.get((device, stream.ptr))
+    if buffer is None or buffer.size < count:
+        buffer = _by_stream[device, stream.ptr] = _zeros(max(count, FEWEST), stream)
+    return buffer.data.ptr
+
+
+def _zeros(count: int, stream: Any) -> Any:
+    with stream:
+        zeros = cupy.zeros(count, cupy.int32)
+    stream.synchronize()  # calls on other streams may be the first to use them
+    return zeros
