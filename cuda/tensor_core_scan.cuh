@@ -36,7 +36,7 @@ class TensorCoreScan {
   static constexpr int SMEM_BYTES = STAGES * STAGE_PACKS * 32 * 16;  // of a warp
 
   __device__ __forceinline__ TensorCoreScan(const PackedSequence<cache_t, BLOCK_SIZE>& sequence, void* ring_smem)
-      : sequence_(sequence), ring_smem_(static_cast<uint4*>(ring_smem) + lane()) {
+      : sequence_(sequence), ring_smem_(static_cast<uint4*>(ring_smem)) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) max_logit_[n][0] = max_logit_[n][1] = -CUDART_INF_F;
   }
@@ -84,10 +84,6 @@ class TensorCoreScan {
   static __device__ __forceinline__ int row() { return lane() / 4; }
   static __device__ __forceinline__ int column() { return lane() % 4; }
 
-  // The token of the tile that is this lane's row of a group of 8. The lane of a pack of V then holds as columns of P^T
-  // what lies in the pack's tokens, pair by pair.
-  static __device__ __forceinline__ int token(int matrix) { return X * (row() / 2) + 2 * matrix + row() % 2; }
-
   // ---- copies -------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void begin_copies(int32_t first, int32_t end, int32_t step) {
@@ -108,21 +104,20 @@ class TensorCoreScan {
 
   __device__ __forceinline__ void copy_keys() {
     if (copied_ < end_) {
-      const int32_t group = copied_ * TILE_TOKENS + X * (row() / 2);
 #pragma unroll
-      for (int part = 0; part < PARTS; part++) {
-        blocks_[part] = next_blocks_[part];
-        const int32_t block = __shfl_sync(WARP, blocks_[part], row() / 2);
-        const bool is_seen = sequence_.sees(group + part * PART_TOKENS, PART_TOKENS);
+      for (int part = 0; part < PARTS; part++) blocks_[part] = next_blocks_[part];
 #pragma unroll
-        for (int matrix = part * PART_TOKENS / 2; matrix < (part + 1) * PART_TOKENS / 2; matrix++)
+      for (int matrix = 0; matrix < MATRICES; matrix++) {
+        const int32_t block = __shfl_sync(WARP, blocks_[matrix * 8 % X / PART_TOKENS], matrix * 8 / X);
+        const int32_t token = copied_ * TILE_TOKENS + matrix * 8 + row();
+        const bool is_seen = sequence_.sees(token - row(), 8);
 #pragma unroll
-          for (int i = 0; i < KEY_STEPS; i++) {
-            const int pack = i * 4 + column();
-            const bool is_there = is_seen && (HEAD_SIZE % (4 * X) == 0 || pack * X < HEAD_SIZE);
-            copy_elements<X, IS_ALIGNED>(reinterpret_cast<cache_t*>(stage_smem(write_stage_, matrix * KEY_STEPS + i)),
-                                  sequence_.key_pack(block, copied_ * TILE_TOKENS + token(matrix), pack), is_there);
-          }
+        for (int i = 0; i < KEY_STEPS; i++) {
+          const int pack = i * 4 + column();
+          const bool is_there = is_seen && (HEAD_SIZE % (4 * X) == 0 || pack * X < HEAD_SIZE);
+          copy_elements<X, IS_ALIGNED>(reinterpret_cast<cache_t*>(pack_smem(write_stage_, matrix * KEY_STEPS + i)),
+                                       sequence_.key_pack(block, token, pack), is_there);
+        }
       }
       find_blocks(copied_ + step_);
     }
@@ -138,7 +133,7 @@ class TensorCoreScan {
         const cache_t* values = sequence_.values_of(blocks_[part], first, row());
 #pragma unroll
         for (int i = 0; i < VALUE_PACKS; i++)
-          copy_elements<PART_TOKENS, IS_ALIGNED>(reinterpret_cast<cache_t*>(stage_smem(write_stage_, i)) + part * PART_TOKENS,
+          copy_elements<PART_TOKENS, IS_ALIGNED>(reinterpret_cast<cache_t*>(pack_smem(write_stage_, i)) + part * PART_TOKENS,
                                              values + i * 8 * BLOCK_SIZE, is_seen);
       }
       copied_ += step_;
@@ -153,10 +148,12 @@ class TensorCoreScan {
   __device__ __forceinline__ void next_read_stage() { read_stage_ = read_stage_ + 1 == STAGES ? 0 : read_stage_ + 1; }
 
   // This lane's place for a pack.
-  __device__ __forceinline__ uint4* stage_smem(int stage, int pack) { return ring_smem_ + (stage * STAGE_PACKS + pack) * 32; }
+  __device__ __forceinline__ uint4* pack_smem(int stage, int pack) {
+    return ring_smem_ + (stage * STAGE_PACKS + pack) * 32 + lane();
+  }
 
-  __device__ __forceinline__ void read_pack(uint32_t (&pack)[4], int index) {
-    const uint4 words = *stage_smem(read_stage_, index);
+  static __device__ __forceinline__ void read_pack(uint32_t (&pack)[4], const uint4* place) {
+    const uint4 words = *place;
     pack[0] = words.x, pack[1] = words.y, pack[2] = words.z, pack[3] = words.w;
   }
 
@@ -209,7 +206,8 @@ class TensorCoreScan {
 #pragma unroll
       for (int t = 0; t < MATRICES / 2; t++) {
         uint32_t upper[4], lower[4];
-        read_pack(upper, 2 * t * KEY_STEPS + i), read_pack(lower, (2 * t + 1) * KEY_STEPS + i);
+        read_pack(upper, pack_smem(read_stage_, 2 * t * KEY_STEPS + i));
+        read_pack(lower, pack_smem(read_stage_, (2 * t + 1) * KEY_STEPS + i));
 #pragma unroll
         for (int j = 0; j < PAIRS; j += 2) {
           const uint32_t keys[4] = {pair_of(upper, j, cache_t{}), pair_of(lower, j, cache_t{}),
@@ -237,7 +235,7 @@ class TensorCoreScan {
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {
           float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          score = logit(score, n, h, first_token + token(matrix), options);
+          score = logit(score, n, h, first_token + matrix * 8 + row(), options);
           largest = fmaxf(largest, score);
         }
         largest = over_rows(largest, [](float x, float y) { return fmaxf(x, y); });
@@ -256,7 +254,30 @@ class TensorCoreScan {
         const float* pair = &scores[matrix / 2][n][matrix % 2 * 2];
         weights[n][matrix] = transposed(pair_of_floats(pair[0], pair[1], product_t{}));
       }
+      exchange(weights[n]);
     }
+  }
+
+  // After the transposition a lane holds the pair of its column, of every group of 8 tokens. It wants all pairs of the
+  // groups that its packs of V are of: four lanes transpose a matrix of words.
+  __device__ __forceinline__ void exchange(uint32_t (&weights)[PAIRS]) const {
+    constexpr int GROUPS = X / 8;  // in a pack of V
+    uint32_t words[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) words[i] = weights[i];
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2)
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) {
+        if (i / GROUPS & distance) continue;
+        uint32_t &low = words[i], &high = words[i + distance * GROUPS];
+        const bool is_high = column() & distance;
+        const uint32_t received = __shfl_xor_sync(WARP, is_high ? low : high, distance);
+        low = is_high ? received : low;
+        high = is_high ? high : received;
+      }
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) weights[i] = words[i % 4 * GROUPS + i / 4];
   }
 
   __device__ __forceinline__ float logit(float product, int n, int h, int32_t position, const ScoreOptions& options) const {
@@ -295,8 +316,8 @@ class TensorCoreScan {
 #pragma unroll
         for (int i = 0; i < 4; i++) acc_[f][n][i] *= factors[n][i % 2];
       uint32_t upper[4], lower[4] = {};
-      read_pack(upper, 2 * f);
-      if (2 * f + 1 < VALUE_PACKS) read_pack(lower, 2 * f + 1);
+      read_pack(upper, pack_smem(read_stage_, 2 * f));
+      if (2 * f + 1 < VALUE_PACKS) read_pack(lower, pack_smem(read_stage_, 2 * f + 1));
 #pragma unroll
       for (int j = 0; j < PAIRS; j += 2) {
         const uint32_t values[4] = {pair_of(upper, j, cache_t{}), pair_of(lower, j, cache_t{}),
@@ -312,7 +333,7 @@ class TensorCoreScan {
   // Values next to seen ones may be anything, and 0 x NaN is NaN.
   __device__ __forceinline__ void clear_unseen_values(int32_t first_token) {
     for (int i = 0; i < VALUE_PACKS; i++) {
-      cache_t* values = reinterpret_cast<cache_t*>(stage_smem(read_stage_, i));
+      cache_t* values = reinterpret_cast<cache_t*>(pack_smem(read_stage_, i));
 #pragma unroll
       for (int j = 0; j < X; j++)
         if (!sequence_.sees(first_token + j, 1)) values[j] = cache_t{};
