@@ -18,34 +18,42 @@ class CudaCoreScan {
   static constexpr int TILE_TOKENS = 32;
   static constexpr int SMEM_BYTES = HEADS * (HEAD_SIZE + TILE_TOKENS) * 4;  // of a warp
 
-  __device__ __forceinline__ CudaCoreScan(const PackedSequence<float, BLOCK_SIZE>& sequence, void* smem)
-      : sequence_(sequence), query_smem_(static_cast<float*>(smem)), weights_smem_(query_smem_ + HEADS * HEAD_SIZE) {
-#pragma unroll
-    for (int head = 0; head < HEADS; head++) max_logit_[head] = -CUDART_INF_F;
-  }
+  __device__ __forceinline__ explicit CudaCoreScan(void* smem)
+      : query_smem_(static_cast<float*>(smem)), weights_smem_(query_smem_ + HEADS * HEAD_SIZE) {}
 
-  // Scans the tiles `first`, `first + step` ... below `end`. `query` has rows of `num_heads` heads.
-  __device__ __forceinline__ void run(int32_t first, int32_t end, int32_t step, const float* query, int64_t head_stride,
-                                      int num_heads, const ScoreOptions& options) {
+  // Begins with the tiles `first`, `first + step` ... of a sequence. `query` has rows of `num_heads` heads.
+  __device__ __forceinline__ void start(const PackedSequence<float, BLOCK_SIZE>& sequence, int32_t first, int32_t step,
+                                        const float* query, int64_t head_stride, int num_heads) {
+    sequence_ = sequence, tile_ = first, step_ = step, num_heads_ = num_heads;
     __syncwarp();
     for (int i = lane(); i < HEADS * HEAD_SIZE; i += 32) {
       const int head = i / HEAD_SIZE;
       query_smem_[i] = head < num_heads ? query[head * head_stride + i % HEAD_SIZE] : 0.0f;
     }
     __syncwarp();
-    for (int32_t tile = first; tile < end; tile += step) {
-      const int32_t token = tile * TILE_TOKENS + lane();
+#pragma unroll
+    for (int head = 0; head < HEADS; head++) {
+      max_logit_[head] = -CUDART_INF_F, exp_sum_[head] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < LANE_FEATURES; i++) acc_[i][head] = 0.0f;
+    }
+  }
+
+  // Scans all of them.
+  __device__ __forceinline__ void run(const ScoreOptions& options) {
+    for (; tile_ * TILE_TOKENS < sequence_.end_token; tile_ += step_) {
+      const int32_t token = tile_ * TILE_TOKENS + lane();
       const bool is_seen = sequence_.sees(token, 1);
       float scores[HEADS] = {};
       if (is_seen) multiply_keys(token, scores);
       __syncwarp();  // the weights of the tile before have been read
 #pragma unroll
       for (int head = 0; head < HEADS; head++) {
-        const float slope = head < num_heads ? options.slope(head) : 0.0f;
+        const float slope = head < num_heads_ ? options.slope(head) : 0.0f;
         update(head, is_seen ? options.logit(scores[head], slope, token) : -CUDART_INF_F);
       }
       __syncwarp();
-      multiply_values(tile * TILE_TOKENS);
+      multiply_values(tile_ * TILE_TOKENS);
     }
   }
 
@@ -117,10 +125,11 @@ class CudaCoreScan {
     }
   }
 
-  const PackedSequence<float, BLOCK_SIZE>& sequence_;
+  PackedSequence<float, BLOCK_SIZE> sequence_;
+  int32_t tile_, step_, num_heads_;
   float* query_smem_;
   float* weights_smem_;
-  float acc_[LANE_FEATURES][HEADS] = {}, exp_sum_[HEADS] = {}, max_logit_[HEADS];
+  float acc_[LANE_FEATURES][HEADS], exp_sum_[HEADS], max_logit_[HEADS];
 };
 
 }  // namespace pagedkv

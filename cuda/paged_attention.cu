@@ -44,21 +44,57 @@ struct States {
     return *reinterpret_cast<float4*>(acc_of(index) + feature);
   }
 
-  // One state from `count`, the i-th of them number `index_of(i)`, with four numbers of its accumulator.
-  template <class IndexOf>
-  __device__ __forceinline__ SoftmaxState merged(int count, const IndexOf& index_of, int feature, float4& sum) const {
-    SoftmaxState common;
-    for (int i = 0; i < count; i++) common.max_logit = fmaxf(common.max_logit, max_logits[index_of(i)]);
-    sum = {};
-#pragma unroll 4
-    for (int i = 0; i < count; i++) {
-      const int64_t index = index_of(i);
-      const float factor = weight(max_logits[index], common.max_logit);
-      const float4 numbers = pack(index, feature);
-      common.exp_sum += exp_sums[index] * factor;
-      sum.x += numbers.x * factor, sum.y += numbers.y * factor, sum.z += numbers.z * factor, sum.w += numbers.w * factor;
+  // By a warp, as `merged` leaves them.
+  template <int HEAD_SIZE>
+  __device__ __forceinline__ void set_all(int64_t index, const SoftmaxState& state,
+                                          const float4 (&acc)[(HEAD_SIZE + 127) / 128]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++)
+      if ((j * 32 + lane) * 4 < HEAD_SIZE) pack(index, (j * 32 + lane) * 4) = acc[j];
+    if (lane == 0) set(index, state);
+  }
+
+  // One state from `count`, the i-th of them number `index_of(i)`, by a warp: every lane gets the state, and of the
+  // accumulator the packs `lane`, `lane + 32` ...
+  template <int HEAD_SIZE, class IndexOf>
+  __device__ __forceinline__ SoftmaxState merged(int count, const IndexOf& index_of,
+                                                 float4 (&sums)[(HEAD_SIZE + 127) / 128]) const {
+    constexpr uint32_t WARP = 0xffffffffu;
+    const int lane = threadIdx.x % 32;
+    SoftmaxState state;
+    for (auto& sum : sums) sum = {};
+    for (int first = 0; first < count; first += 32) {
+      const bool is_there = first + lane < count;
+      const int64_t index = index_of(is_there ? first + lane : first);
+      const SoftmaxState part{is_there ? max_logits[index] : -CUDART_INF_F, is_there ? exp_sums[index] : 0.0f};
+      SoftmaxState parts{part.max_logit, 0.0f};
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2)
+        parts.max_logit = fmaxf(parts.max_logit, __shfl_xor_sync(WARP, parts.max_logit, distance));
+      parts.max_logit = fmaxf(parts.max_logit, state.max_logit);
+      const float factor = weight(part.max_logit, parts.max_logit);
+      parts.exp_sum = part.exp_sum * factor;
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2)
+        parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
+      const float2 factors = state.merge(parts);
+      for (auto& sum : sums) sum.x *= factors.x, sum.y *= factors.x, sum.z *= factors.x, sum.w *= factors.x;
+#pragma unroll 8
+      for (int i = 0; i < min(32, count - first); i++) {
+        const float factor_of_i = __shfl_sync(WARP, factor, i);
+        const int64_t index_of_i = index_of(first + i);
+#pragma unroll
+        for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
+          const int feature = (j * 32 + lane) * 4;
+          if (HEAD_SIZE % 128 != 0 && feature >= HEAD_SIZE) continue;
+          const float4 numbers = pack(index_of_i, feature);
+          sums[j].x += numbers.x * factor_of_i, sums[j].y += numbers.y * factor_of_i;
+          sums[j].z += numbers.z * factor_of_i, sums[j].w += numbers.w * factor_of_i;
+        }
+      }
     }
-    return common;
+    return state;
   }
 };
 
@@ -82,15 +118,23 @@ struct Results {
         first_head(segment.first_head),
         params(params) {}
 
-  __device__ __forceinline__ void write(int head, int feature, SoftmaxState state, const float4& acc) const {
+  // By a warp, as States::merged leaves them.
+  template <int HEAD_SIZE>
+  __device__ __forceinline__ void write(int head, SoftmaxState state, const float4 (&acc)[(HEAD_SIZE + 127) / 128]) const {
     float factor = v_scale;
     if (sinks != nullptr) factor *= state.merge({sink(head) * LOG2_E, 1.0f}).x;
     factor *= state.normalizer();
-    scalar_t* target = out + head * params.out_head_stride + feature * params.out_feature_stride;
-    const float numbers[4] = {acc.x, acc.y, acc.z, acc.w};
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 4; i++) target[i * params.out_feature_stride] = from_float<scalar_t>(numbers[i] * factor);
-    if (lse != nullptr && feature == 0) lse[head * params.lse_head_stride] = state.lse();
+    for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
+      const int feature = (j * 32 + lane) * 4;
+      const float numbers[4] = {acc[j].x, acc[j].y, acc[j].z, acc[j].w};
+      scalar_t* target = out + head * params.out_head_stride + feature * params.out_feature_stride;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (feature < HEAD_SIZE) target[i * params.out_feature_stride] = from_float<scalar_t>(numbers[i] * factor);
+    }
+    if (lse != nullptr && lane == 0) lse[head * params.lse_head_stride] = state.lse();
   }
 
   __device__ __forceinline__ float sink(int head) const {
@@ -103,20 +147,18 @@ struct Results {
 // Whether this CTA is the last of `count` to arrive; what the others have written is then there to be read.
 __device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t count) {
   __shared__ bool is_last_smem;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    is_last_smem = atomicAdd(counter, 1) == count - 1;
+    is_last_smem = arrive(counter) == count - 1;
     if (is_last_smem) *counter = 0;  // as the next launch wants it
   }
   __syncthreads();
-  __threadfence();
   return is_last_smem;
 }
 
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int WARPS, int TILES_AHEAD,
           bool IS_ALIGNED>
-__global__ void __launch_bounds__(WARPS * 32)
+__global__ void __launch_bounds__(WARPS * 32, 2)
     paged_attention(const scalar_t* __restrict__ query,        // [num_seqs, num_heads, head_size]
                     const cache_t* __restrict__ key_cache,     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
                     const cache_t* __restrict__ value_cache,   // [num_blocks, num_kv_heads, head_size, block_size]
@@ -136,13 +178,13 @@ __global__ void __launch_bounds__(WARPS * 32)
   using WarpStates = States<HEAD_SIZE + 4>;
   using SegmentStates = States<HEAD_SIZE>;
   static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
-  extern __shared__ uint4 smem[];  // the warps' scans, then their states
-  const int warp = threadIdx.x / 32;
-  const WarpStates warp_states(smem, WARPS * HEADS);
+  extern __shared__ uint4 smem[];  // the warps' scans and their states
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Scan scan(reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
+  const WarpStates warp_states(reinterpret_cast<char*>(smem) + WARPS * Scan::SMEM_BYTES, WARPS * HEADS);
   const SegmentStates partials(workspace, params.num_states);
 
-  Schedule<Scan::TILE_TOKENS, HEADS> schedule(seq_lens, params);
-  for (Segment segment; schedule.next(segment);) {
+  const auto start = [&](const Segment& segment) {
     const PackedSequence<cache_t, BLOCK_SIZE> sequence{key_cache + segment.kv_head * params.key_head_stride,
                                                        value_cache + segment.kv_head * params.value_head_stride,
                                                        block_tables + segment.sequence * params.table_stride,
@@ -151,40 +193,41 @@ __global__ void __launch_bounds__(WARPS * 32)
                                                        params.value_block_stride,
                                                        segment.first_token,
                                                        segment.end_token};
+    scan.start(sequence, segment.first_token / Scan::TILE_TOKENS + warp, WARPS,
+               query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
+               params.query_head_stride, segment.num_heads);
+  };
+
+  Schedule<Scan::TILE_TOKENS, HEADS> schedule(seq_lens, params);
+  Segment segment, following;
+  bool is_there = schedule.next(segment);
+  if (is_there) start(segment);
+  for (; is_there; segment = following) {
     const float scale = params.scale * Scale{k_scale, params.k_scale, params.k_scale_stride}.of_head(segment.kv_head);
     const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;
-    const ScoreOptions options{scale, scale * LOG2_E, params.softcap, slopes, params.slope_stride, segment.query_position};
-
-    Scan scan(sequence, reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
-    scan.run(segment.first_token / Scan::TILE_TOKENS + warp,
-             (segment.end_token + Scan::TILE_TOKENS - 1) / Scan::TILE_TOKENS, WARPS,
-             query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
-             params.query_head_stride, segment.num_heads, options);
-    __syncthreads();  // every scan has ended
+    scan.run({scale, scale * LOG2_E, params.softcap, slopes, params.slope_stride, segment.query_position});
     scan.leave(warp_states, warp * HEADS);
+    is_there = schedule.next(following);
+    if (is_there) start(following);  // its tiles are on their way while this segment is brought to its end
     __syncthreads();
 
     const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
-    const auto for_each_pack = [&](const auto& act) {
-      for (int i = threadIdx.x * 4; i < segment.num_heads * HEAD_SIZE; i += WARPS * 128) act(i / HEAD_SIZE, i % HEAD_SIZE);
-    };
     const bool is_whole = segment.num_partials == 1;
-    for_each_pack([&](int head, int feature) {
-      float4 acc;
-      const SoftmaxState state = warp_states.merged(WARPS, [&](int i) { return i * HEADS + head; }, feature, acc);
-      if (is_whole) return results.write(head, feature, state, acc);
-      const int64_t index = segment.state(segment.partial, head);
-      partials.pack(index, feature) = acc;
-      if (feature == 0) partials.set(index, state);
-    });
+    float4 acc[(HEAD_SIZE + 127) / 128];
+    for (int head = warp; head < segment.num_heads; head += WARPS) {
+      const SoftmaxState state = warp_states.template merged<HEAD_SIZE>(WARPS, [&](int i) { return i * HEADS + head; }, acc);
+      if (is_whole)
+        results.template write<HEAD_SIZE>(head, state, acc);
+      else
+        partials.template set_all<HEAD_SIZE>(segment.state(segment.partial, head), state, acc);
+    }
     if (!is_whole && is_last_to_arrive(counters + segment.unit, segment.num_partials))
-      for_each_pack([&](int head, int feature) {
-        float4 acc;
+      for (int head = warp; head < segment.num_heads; head += WARPS) {
         const auto index_of = [&](int i) { return segment.state(i, head); };
-        const SoftmaxState state = partials.merged(segment.num_partials, index_of, feature, acc);
-        results.write(head, feature, state, acc);
-      });
-    __syncthreads();  // shared memory is free again
+        const SoftmaxState state = partials.template merged<HEAD_SIZE>(segment.num_partials, index_of, acc);
+        results.template write<HEAD_SIZE>(head, state, acc);
+      }
+    __syncthreads();  // the states have been read
   }
 }
 

@@ -89,25 +89,33 @@ class Schedule {
   // Positions count tiles: sequence by sequence, in it unit by unit, in it tile by tile.
   __device__ __forceinline__ void find_share() {
     const int32_t lane = threadIdx.x % 32, slice = (params_.num_seqs + 31) / 32;
-    int64_t tiles = 0;  // of the sequences of this lane's slice
+    int32_t tiles = 0;  // of the sequences of this lane's slice
     for (int32_t i = lane * slice; i < min((lane + 1) * slice, params_.num_seqs); i++)
       tiles += keys(i).template num_tiles<TILE_TOKENS>();
-    int64_t up_to = tiles;
+    int32_t up_to = tiles;
 #pragma unroll
     for (int32_t distance = 1; distance < 32; distance *= 2) {
-      const int64_t before = __shfl_up_sync(0xffffffffu, up_to, distance);
+      const int32_t before = __shfl_up_sync(0xffffffffu, up_to, distance);
       if (lane >= distance) up_to += before;
     }
-    total_ = __shfl_sync(0xffffffffu, up_to, 31) * params_.units_per_sequence;
-    num_shares_ = min(int64_t{gridDim.x}, total_);  // none is empty
-    if (blockIdx.x >= num_shares_) return;
-    position_ = total_ * blockIdx.x / num_shares_, end_ = total_ * (blockIdx.x + 1) / num_shares_;
+    const uint32_t total = __shfl_sync(0xffffffffu, up_to, 31) * params_.units_per_sequence;
+    const uint32_t num_shares = min(gridDim.x, total);  // none is empty
+    share_ = total / num_shares, larger_shares_ = total % num_shares;
+    if (blockIdx.x >= num_shares) return;
+    position_ = first_of(blockIdx.x), end_ = first_of(blockIdx.x + 1);
 
     const uint32_t reached = __ballot_sync(0xffffffffu, up_to * params_.units_per_sequence > position_);
-    const int32_t owner = reached == 0 ? 31 : __ffs(reached) - 1;
+    const int32_t owner = __ffs(reached) - 1;
     sequence_ = owner * slice;
     tiles_before_ = __shfl_sync(0xffffffffu, up_to - tiles, owner);
     settle();
+  }
+
+  // Where a CTA's share begins. The first ones have a tile more than the others.
+  __device__ __forceinline__ int32_t first_of(uint32_t cta) const { return cta * share_ + min(cta, larger_shares_); }
+  __device__ __forceinline__ int32_t owner_of(uint32_t position) const {
+    const uint32_t of_larger = larger_shares_ * (share_ + 1);
+    return position < of_larger ? position / (share_ + 1) : larger_shares_ + (position - of_larger) / share_;
   }
 
   // Moves on to the sequence that the position lies in.
@@ -124,12 +132,12 @@ class Schedule {
     const VisibleKeys visible = keys(sequence_);
     const int32_t in_sequence = position_ - tiles_before_ * params_.units_per_sequence;
     const int32_t tile = in_sequence % num_tiles_, first_tile = visible.first / TILE_TOKENS + tile;
-    const int32_t count = min(int64_t{num_tiles_ - tile}, end_ - position_);
+    const int32_t count = min(num_tiles_ - tile, end_ - position_);
     set_unit(segment, sequence_, in_sequence / num_tiles_);
     segment.first_token = max(visible.first, first_tile * TILE_TOKENS);
     segment.end_token = min(visible.end, (first_tile + count) * TILE_TOKENS);
     segment.query_position = visible.end - 1;
-    const int32_t first_cta = owner(position_ - tile), last_cta = owner(position_ - tile + num_tiles_ - 1);
+    const int32_t first_cta = owner_of(position_ - tile), last_cta = owner_of(position_ - tile + num_tiles_ - 1);
     segment.partial = blockIdx.x - first_cta, segment.num_partials = last_cta - first_cta + 1;
     // A CTA leaves at most two states: of a unit that began before its share, and of one that goes on behind it.
     segment.first_state = (2 * first_cta + 1) * HEADS;
@@ -139,15 +147,10 @@ class Schedule {
     return true;
   }
 
-  // The CTA whose share holds a position.
-  __device__ __forceinline__ int32_t owner(int64_t position) const {
-    return ((position + 1) * num_shares_ - 1) / total_;
-  }
-
   const int32_t* seq_lens_;
   const DecodeParams& params_;
-  int64_t position_ = 0, end_ = 0, total_ = 0, num_shares_ = 0, tiles_before_ = 0;
-  int32_t sequence_ = 0, num_tiles_ = 0;
+  int32_t position_ = 0, end_ = 0, tiles_before_ = 0, sequence_ = 0, num_tiles_ = 0;
+  uint32_t share_ = 0, larger_shares_ = 0;
 };
 
 }  // namespace pagedkv

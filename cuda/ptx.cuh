@@ -52,9 +52,21 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return power;
 }
 
+// Adds 1 and returns what was there. What this thread has written, or has seen by way of a barrier, is there for who adds
+// later; what those before have written is there for this thread.
+__device__ __forceinline__ int32_t arrive(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return before;
+}
+
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
-// Begins to copy 8 or 16 bytes into shared memory; zeros if `there` is false, and then nothing is read.
+// Begins to copy 8 or 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. 16 bytes go past L1,
+// where lanes must adjoin: eight of them fetch a line of 128 bytes at once, others their sectors one by one.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void* target_smem, const void* source, bool there) {
   const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(target_smem)), nbytes = there ? BYTES : 0;

@@ -5,8 +5,9 @@
 // every lane load what it multiplies in 16-byte packs: of K some features of a token, of V some tokens of a feature. How
 // numbers are ordered along the inner axis of a product does not matter as long as both operands agree.
 //
-// Packs wait in shared memory, each where the lane that will multiply it has put it: no lane waits for another. Keys and
-// values of a tile take turns as stages of a ring, TILES_AHEAD of each on their way.
+// Packs wait in shared memory. Eight lanes that copy at once copy 128 bytes that adjoin, which are fetched at once; they are
+// not the lanes that will multiply them. Keys and values of a tile take turns as stages of a ring, TILES_AHEAD of each on
+// their way.
 #pragma once
 #include "convert.cuh"
 #include "copy.cuh"
@@ -30,36 +31,51 @@ class TensorCoreScan {
   static constexpr int ROWS = (HEAD_SIZE + 15) / 16, COLUMNS = HEADS / 8;  // of the tiles of O^T
   // Blocks smaller than a pack of V: it comes from several.
   static constexpr int PART_TOKENS = X < BLOCK_SIZE ? X : BLOCK_SIZE, PARTS = X / PART_TOKENS;
+  // Packs of V that adjoin in a block: those of a feature, then those of the next one.
+  static constexpr int ROW_PACKS = BLOCK_SIZE <= X ? 1 : BLOCK_SIZE <= 2 * X ? 2 : 4;
 
  public:
   static constexpr int TILE_TOKENS = 4 * X;
   static constexpr int SMEM_BYTES = STAGES * STAGE_PACKS * 32 * 16;  // of a warp
 
-  __device__ __forceinline__ TensorCoreScan(const PackedSequence<cache_t, BLOCK_SIZE>& sequence, void* ring_smem)
-      : sequence_(sequence), ring_smem_(static_cast<uint4*>(ring_smem)) {
+  __device__ __forceinline__ explicit TensorCoreScan(void* ring_smem) : ring_smem_(static_cast<uint4*>(ring_smem)) {}
+
+  // Begins with the tiles `first`, `first + step` ... of a sequence. `query` has rows of `num_heads` heads.
+  __device__ __forceinline__ void start(const PackedSequence<cache_t, BLOCK_SIZE>& sequence, int32_t first, int32_t step,
+                                        const scalar_t* query, int64_t head_stride, int num_heads) {
+    sequence_ = sequence, copied_ = tile_ = first, step_ = step, num_heads_ = num_heads;
+    end_ = (sequence.end_token + TILE_TOKENS - 1) / TILE_TOKENS;
+    __syncwarp();  // all lanes have read the last stage
+    read_stage_ = write_stage_;  // those between were left empty when the sequence before ended
+    find_blocks(first);
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++) max_logit_[n][0] = max_logit_[n][1] = -CUDART_INF_F;
+    for (int i = 0; i < TILES_AHEAD; i++) copy_keys(), copy_values();
+    load_queries(query, head_stride);
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (i < 2) max_logit_[n][i] = -CUDART_INF_F, exp_sum_[n][i] = 0.0f;
+#pragma unroll
+        for (int f = 0; f < ROWS; f++) acc_[f][n][i] = 0.0f;
+      }
   }
 
-  // Scans the tiles `first`, `first + step` ... below `end`. `query` has rows of `num_heads` heads.
-  __device__ __forceinline__ void run(int32_t first, int32_t end, int32_t step, const scalar_t* query,
-                                      int64_t head_stride, int num_heads, const ScoreOptions& options) {
-    begin_copies(first, end, step);
-    load_queries(query, head_stride, num_heads);
-    load_slopes(options, num_heads);
-    for (int32_t tile = first; tile < end; tile += step) {
+  // Scans all of them.
+  __device__ __forceinline__ void run(const ScoreOptions& options) {
+    load_slopes(options);
+    for (; tile_ < end_; tile_ += step_) {
       float scores[PAIRS / 2][COLUMNS][4] = {};
       uint32_t weights[COLUMNS][PAIRS];
       float factors[COLUMNS][2];
-      wait_for_copies<2 * TILES_AHEAD - 1>();
+      wait_for_stage();
       multiply_keys(scores);
       copy_keys();
-      update(tile * TILE_TOKENS, options, scores, weights, factors);
-      wait_for_copies<2 * TILES_AHEAD - 1>();
-      multiply_values(tile * TILE_TOKENS, weights, factors);
+      update(tile_ * TILE_TOKENS, options, scores, weights, factors);
+      wait_for_stage();
+      multiply_values(tile_ * TILE_TOKENS, weights, factors);
       copy_values();
     }
-    wait_for_copies<0>();
   }
 
   // Leaves the state of head h as number `first` + h.
@@ -86,37 +102,43 @@ class TensorCoreScan {
 
   // ---- copies -------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void begin_copies(int32_t first, int32_t end, int32_t step) {
-    copied_ = first, end_ = end, step_ = step;
-    find_blocks(first);
-#pragma unroll
-    for (int i = 0; i < TILES_AHEAD; i++) copy_keys(), copy_values();
+  // Of which row and column of the products a lane copies packs of V.
+  static __device__ __forceinline__ int value_row() { return lane() % (8 * ROW_PACKS) / ROW_PACKS; }
+  static __device__ __forceinline__ int value_column() {
+    return lane() / (8 * ROW_PACKS) * ROW_PACKS + lane() % ROW_PACKS;
+  }
+  static __device__ __forceinline__ int lane_of_column(int column) {
+    return column / ROW_PACKS * 8 * ROW_PACKS + column % ROW_PACKS;
   }
 
-  // The blocks of this lane's packs of V in a tile.
+  // The blocks of the packs of V that this lane copies of a tile.
   __device__ __forceinline__ void find_blocks(int32_t tile) {
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      const int32_t first = tile * TILE_TOKENS + X * column() + part * PART_TOKENS;
+      const int32_t first = tile * TILE_TOKENS + X * value_column() + part * PART_TOKENS;
       next_blocks_[part] = tile < end_ ? sequence_.block_of(first, PART_TOKENS) : 0;
     }
   }
 
+  // A lane copies of 8 tokens the pack of one, of four packs of a token the one of its group of 8 lanes.
   __device__ __forceinline__ void copy_keys() {
     if (copied_ < end_) {
 #pragma unroll
       for (int part = 0; part < PARTS; part++) blocks_[part] = next_blocks_[part];
+      const int row = lane() % 8, column = lane() / 8;
 #pragma unroll
       for (int matrix = 0; matrix < MATRICES; matrix++) {
-        const int32_t block = __shfl_sync(WARP, blocks_[matrix * 8 % X / PART_TOKENS], matrix * 8 / X);
-        const int32_t token = copied_ * TILE_TOKENS + matrix * 8 + row();
-        const bool is_seen = sequence_.sees(token - row(), 8);
+        const int from = lane_of_column(matrix * 8 / X);
+        const int32_t block = __shfl_sync(WARP, blocks_[matrix * 8 % X / PART_TOKENS], from);
+        const int32_t first = copied_ * TILE_TOKENS + matrix * 8;
+        const bool is_seen = sequence_.sees(first, 8);
 #pragma unroll
         for (int i = 0; i < KEY_STEPS; i++) {
-          const int pack = i * 4 + column();
+          const int pack = i * 4 + column;
           const bool is_there = is_seen && (HEAD_SIZE % (4 * X) == 0 || pack * X < HEAD_SIZE);
-          copy_elements<X, IS_ALIGNED>(reinterpret_cast<cache_t*>(pack_smem(write_stage_, matrix * KEY_STEPS + i)),
-                                       sequence_.key_pack(block, token, pack), is_there);
+          copy_elements<X, IS_ALIGNED>(
+              reinterpret_cast<cache_t*>(pack_smem(write_stage_, matrix * KEY_STEPS + i, row, column)),
+              sequence_.key_pack(block, first + row, pack), is_there);
         }
       }
       find_blocks(copied_ + step_);
@@ -128,17 +150,25 @@ class TensorCoreScan {
     if (copied_ < end_) {
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
-        const int32_t first = copied_ * TILE_TOKENS + X * column() + part * PART_TOKENS;
+        const int32_t first = copied_ * TILE_TOKENS + X * value_column() + part * PART_TOKENS;
         const bool is_seen = sequence_.sees(first, PART_TOKENS);
-        const cache_t* values = sequence_.values_of(blocks_[part], first, row());
+        const cache_t* values = sequence_.values_of(blocks_[part], first, value_row());
 #pragma unroll
-        for (int i = 0; i < VALUE_PACKS; i++)
-          copy_elements<PART_TOKENS, IS_ALIGNED>(reinterpret_cast<cache_t*>(pack_smem(write_stage_, i)) + part * PART_TOKENS,
-                                             values + i * 8 * BLOCK_SIZE, is_seen);
+        for (int i = 0; i < VALUE_PACKS; i++) {
+          uint4* pack = pack_smem(write_stage_, i, value_row(), value_column());
+          copy_elements<PART_TOKENS, IS_ALIGNED>(reinterpret_cast<cache_t*>(pack) + part * PART_TOKENS,
+                                                 values + i * 8 * BLOCK_SIZE, is_seen);
+        }
       }
       copied_ += step_;
     }
     end_stage();
+  }
+
+  // After this every lane's copies into the stage to be read are there, and the stage read before is free.
+  __device__ __forceinline__ void wait_for_stage() {
+    wait_for_copies<2 * TILES_AHEAD - 1>();
+    __syncwarp();
   }
 
   __device__ __forceinline__ void end_stage() {
@@ -147,10 +177,12 @@ class TensorCoreScan {
   }
   __device__ __forceinline__ void next_read_stage() { read_stage_ = read_stage_ + 1 == STAGES ? 0 : read_stage_ + 1; }
 
-  // This lane's place for a pack.
-  __device__ __forceinline__ uint4* pack_smem(int stage, int pack) {
-    return ring_smem_ + (stage * STAGE_PACKS + pack) * 32 + lane();
+  // The place of a lane's pack: different banks for eight lanes that write at once, and for eight that read at once.
+  __device__ __forceinline__ uint4* pack_smem(int stage, int pack, int row, int column) {
+    const int swizzled_row = row ^ ((column & 1) * 4 + (column & 2));
+    return ring_smem_ + (stage * STAGE_PACKS + pack) * 32 + column * 8 + swizzled_row;
   }
+  __device__ __forceinline__ uint4* pack_smem(int pack) { return pack_smem(read_stage_, pack, row(), column()); }
 
   static __device__ __forceinline__ void read_pack(uint32_t (&pack)[4], const uint4* place) {
     const uint4 words = *place;
@@ -160,7 +192,7 @@ class TensorCoreScan {
   // ---- S^T = K Q^T  [TILE_TOKENS, HEADS] ----------------------------------------------------------------------------
 
   // The columns of Q^T, with the features of this lane's packs of K.
-  __device__ __forceinline__ void load_queries(const scalar_t* query, int64_t head_stride, int num_heads) {
+  __device__ __forceinline__ void load_queries(const scalar_t* query, int64_t head_stride) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
       const int head = n * 8 + row();
@@ -169,7 +201,7 @@ class TensorCoreScan {
       for (int i = 0; i < KEY_STEPS * X / 8; i++) {
         const int feature = (i / (X / 8) * 4 + column()) * X + i % (X / 8) * 8;
         packs[i] = {};
-        if (head < num_heads && feature < HEAD_SIZE) packs[i] = load_elements<8, IS_ALIGNED>(query + head * head_stride + feature);
+        if (head < num_heads_ && feature < HEAD_SIZE) packs[i] = load_elements<8, IS_ALIGNED>(query + head * head_stride + feature);
       }
       set_queries(n, packs);
     }
@@ -206,8 +238,8 @@ class TensorCoreScan {
 #pragma unroll
       for (int t = 0; t < MATRICES / 2; t++) {
         uint32_t upper[4], lower[4];
-        read_pack(upper, pack_smem(read_stage_, 2 * t * KEY_STEPS + i));
-        read_pack(lower, pack_smem(read_stage_, (2 * t + 1) * KEY_STEPS + i));
+        read_pack(upper, pack_smem(2 * t * KEY_STEPS + i));
+        read_pack(lower, pack_smem((2 * t + 1) * KEY_STEPS + i));
 #pragma unroll
         for (int j = 0; j < PAIRS; j += 2) {
           const uint32_t keys[4] = {pair_of(upper, j, cache_t{}), pair_of(lower, j, cache_t{}),
@@ -294,13 +326,13 @@ class TensorCoreScan {
     return value;
   }
 
-  __device__ __forceinline__ void load_slopes(const ScoreOptions& options, int num_heads) {
+  __device__ __forceinline__ void load_slopes(const ScoreOptions& options) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const int head = n * 8 + 2 * column() + h;
-        slope_[n][h] = head < num_heads ? options.slope(head) : 0.0f;
+        slope_[n][h] = head < num_heads_ ? options.slope(head) : 0.0f;
       }
   }
 
@@ -316,8 +348,8 @@ class TensorCoreScan {
 #pragma unroll
         for (int i = 0; i < 4; i++) acc_[f][n][i] *= factors[n][i % 2];
       uint32_t upper[4], lower[4] = {};
-      read_pack(upper, pack_smem(read_stage_, 2 * f));
-      if (2 * f + 1 < VALUE_PACKS) read_pack(lower, pack_smem(read_stage_, 2 * f + 1));
+      read_pack(upper, pack_smem(2 * f));
+      if (2 * f + 1 < VALUE_PACKS) read_pack(lower, pack_smem(2 * f + 1));
 #pragma unroll
       for (int j = 0; j < PAIRS; j += 2) {
         const uint32_t values[4] = {pair_of(upper, j, cache_t{}), pair_of(lower, j, cache_t{}),
@@ -333,21 +365,21 @@ class TensorCoreScan {
   // Values next to seen ones may be anything, and 0 x NaN is NaN.
   __device__ __forceinline__ void clear_unseen_values(int32_t first_token) {
     for (int i = 0; i < VALUE_PACKS; i++) {
-      cache_t* values = reinterpret_cast<cache_t*>(pack_smem(read_stage_, i));
+      cache_t* values = reinterpret_cast<cache_t*>(pack_smem(i));
 #pragma unroll
       for (int j = 0; j < X; j++)
         if (!sequence_.sees(first_token + j, 1)) values[j] = cache_t{};
     }
   }
 
-  const PackedSequence<cache_t, BLOCK_SIZE>& sequence_;
+  PackedSequence<cache_t, BLOCK_SIZE> sequence_;
   uint4* ring_smem_;
-  int32_t copied_, end_, step_, next_blocks_[PARTS], blocks_[PARTS];
+  int32_t tile_, copied_, end_, step_, num_heads_, next_blocks_[PARTS], blocks_[PARTS];
   int write_stage_ = 0, read_stage_ = 0;
   bool is_edge_;
   uint32_t query_[KEY_STEPS][COLUMNS][PAIRS];
   float power_[COLUMNS][2], slope_[COLUMNS][2];
-  float acc_[ROWS][COLUMNS][4] = {}, exp_sum_[COLUMNS][2] = {}, max_logit_[COLUMNS][2];
+  float acc_[ROWS][COLUMNS][4], exp_sum_[COLUMNS][2], max_logit_[COLUMNS][2];
 };
 
 }  // namespace pagedkv

@@ -42,8 +42,8 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     if ctas > LARGEST_GRID:
         raise ValueError(f"query: expected fewer sequences and partitions in one call, got {ctas} in all")
     params = _params(problem, units_per_kv_head, num_states)
-    shared = max(_scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead) * warps,
-                 warps * heads * (shape.head_size + 6) * 4)  # fmt: skip
+    scan = _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
+    shared = warps * (scan + heads * (shape.head_size + 6) * 4)  # and its states
     launch = Launch(instance, (ctas,), warps * 32, params, shared)
     return DecodeLaunch(launch, num_states * (shape.head_size + 2) * 4, units if num_states else 0)
 
