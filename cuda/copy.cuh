@@ -71,20 +71,26 @@ __device__ __forceinline__ Pack<T, N> load_shared(const T* source) {
 // Reads N elements wherever they begin, at once only where they are aligned.
 template <int N, bool IS_ALIGNED, class T>
 __device__ __forceinline__ Pack<T, N> load_elements(const T* source) {
-  if constexpr (IS_ALIGNED) return load<N>(source);
-  Pack<T, N> pack;
+  if constexpr (IS_ALIGNED) {
+    return load<N>(source);
+  } else {
+    Pack<T, N> pack;
 #pragma unroll
-  for (int i = 0; i < N; i++) pack.set(i, __ldg(source + i));
-  return pack;
+    for (int i = 0; i < N; i++) pack.set(i, __ldg(source + i));
+    return pack;
+  }
 }
 
-// Copies N elements into this thread's place in shared memory, asynchronously where they are aligned; zeros if they are not
-// `there`.
+// Copies a pack of 16 bytes into shared memory, asynchronously where it is aligned; zeros if it is not `there`.
 template <int N, bool IS_ALIGNED, class T>
 __device__ __forceinline__ void copy_elements(T* target_smem, const T* source, bool there) {
-  if constexpr (IS_ALIGNED) return copy_async<N * sizeof(T)>(target_smem, source, there);
+  static_assert(N * sizeof(T) == 16, "a whole pack");
+  if constexpr (IS_ALIGNED) {
+    copy_async(target_smem, source, there);
+  } else {
 #pragma unroll
-  for (int i = 0; i < N; i++) target_smem[i] = there ? source[i] : T{};
+    for (int i = 0; i < N; i++) target_smem[i] = there ? source[i] : T{};
+  }
 }
 
 template <class T, int N>

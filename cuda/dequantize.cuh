@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "types.cuh"
+#include "convert.cuh"
 
 namespace pagedkv {
 
@@ -29,16 +29,18 @@ __device__ __forceinline__ uint32_t float16_pair(uint32_t codes) {
   return pair.x | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// The numbers 2 i and 2 i + 1 of a pack.
+// Fragments of A from four 8 x 8 matrices of 16-bit words as ldmatrix loads them: upper and lower rows of one, then of the
+// next column. With 16-bit numbers they are one fragment. A word of 8-bit numbers has two pairs, and two matrices make one.
 template <class cache_t>
-__device__ __forceinline__ uint32_t pair_of(const uint32_t (&pack)[4], int i, cache_t) {
-  return pack[i];
+__device__ __forceinline__ void make_fragments(const uint32_t (&matrices)[4], uint32_t (&fragments)[1][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) fragments[0][i] = matrices[i];
 }
-__device__ __forceinline__ uint32_t pair_of(const uint32_t (&pack)[4], int i, __nv_fp8_e4m3) {
-  return float16_pair<__NV_E4M3>(pack[i / 2] >> i % 2 * 16 & 0xffff);
-}
-__device__ __forceinline__ uint32_t pair_of(const uint32_t (&pack)[4], int i, __nv_fp8_e5m2) {
-  return float16_pair<__NV_E5M2>(pack[i / 2] >> i % 2 * 16 & 0xffff);
+template <class cache_t>
+__device__ __forceinline__ void make_fragments(const uint32_t (&matrices)[4], uint32_t (&fragments)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    fragments[i / 4][i % 4] = float16_pair<FP8_FORMAT<cache_t>>(matrices[i / 4 * 2 + i % 2] >> i / 2 % 2 * 16 & 0xffff);
 }
 
 // Two numbers rounded to one word.

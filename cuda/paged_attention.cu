@@ -15,13 +15,13 @@
 
 namespace pagedkv {
 
-template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
+template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, Copies COPIES>
 struct ScanOf {
-  using type = TensorCoreScan<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>;
+  using type = TensorCoreScan<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, COPIES>;
 };
-template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
-struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED> {
-  using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
+template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, Copies COPIES>
+struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, COPIES> {
+  using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, COPIES != COPY_ELEMENTS>;
 };
 
 // Softmax states of rows, one per head, in shared memory or in the workspace.
@@ -157,7 +157,7 @@ __device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t coun
 }
 
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int WARPS, int TILES_AHEAD,
-          bool IS_ALIGNED>
+          Copies COPIES>
 __global__ void __launch_bounds__(WARPS * 32, 2)
     paged_attention(const scalar_t* __restrict__ query,        // [num_seqs, num_heads, head_size]
                     const cache_t* __restrict__ key_cache,     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
@@ -173,13 +173,13 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                     void* workspace,                           // `num_slots` states, or null if no unit is cut
                     int32_t* counters,                         // [num_units] zeros, or null likewise
                     const __grid_constant__ DecodeParams params) {
-  using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>::type;
+  using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, COPIES>::type;
   // 16 bytes between rows put the columns of O^T that a warp writes at once into different banks.
   using WarpStates = States<HEAD_SIZE + 4>;
   using SegmentStates = States<HEAD_SIZE>;
   static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
   extern __shared__ uint4 smem[];  // the warps' scans and their states
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   Scan scan(reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
   const WarpStates warp_states(reinterpret_cast<char*>(smem) + WARPS * Scan::SMEM_BYTES, WARPS * HEADS);
   const SegmentStates partials(workspace, params.num_states);

@@ -65,19 +65,13 @@ __device__ __forceinline__ int32_t arrive(int32_t* counter) {
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
-// Begins to copy 8 or 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. 16 bytes go past L1,
-// where lanes must adjoin: eight of them fetch a line of 128 bytes at once, others their sectors one by one.
-template <int BYTES>
+// Begins to copy 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. It goes past L1, where
+// the lanes of a warp had better adjoin: others fetch their sectors one by one.
 __device__ __forceinline__ void copy_async(void* target_smem, const void* source, bool there) {
-  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(target_smem)), nbytes = there ? BYTES : 0;
-  const uint64_t from = __cvta_generic_to_global(source);
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(from), "r"(nbytes)
-                 : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(target), "l"(from), "n"(BYTES),
-                 "r"(nbytes)
-                 : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(target_smem))),
+               "l"(__cvta_generic_to_global(source)), "r"(there ? 16 : 0)
+               : "memory");
 }
 
 // Makes a group of the copies that this thread began since the last one.
@@ -87,6 +81,47 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int YOUNGEST>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
+}
+
+// ---- bulk copies, from sm_90 on: they end at a barrier in shared memory that counts their bytes -----------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A barrier at which one thread arrives. Bulk copies may use it after fence_bulk_copies().
+__device__ __forceinline__ void init_barrier(uint64_t* barrier_smem) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier_smem)) : "memory");
+}
+
+// Bulk copies that begin after this see what this thread has written to shared memory.
+__device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Arrives, and lets the barrier wait for so many bytes.
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier_smem, uint32_t nbytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_smem)), "r"(nbytes)
+               : "memory");
+}
+
+// Begins to copy a multiple of 16 bytes, from and to multiples of 16.
+__device__ __forceinline__ void copy_bulk(void* target_smem, const void* source, uint32_t nbytes, uint64_t* barrier_smem) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(target_smem)),
+               "l"(__cvta_generic_to_global(source)), "r"(nbytes), "r"(shared_address(barrier_smem))
+               : "memory");
+}
+
+// Waits for the end of the barrier's phase of this parity.
+__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier_smem, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier_smem)),
+      "r"(parity)
+      : "memory");
 }
 
 // ---- tensor cores: a warp's fragments, each word two numbers --------------------------------------------------------
@@ -104,6 +139,15 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
       "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8 x 8 matrices of 16-bit words. Lane l gives the address of row l % 8 of matrix l / 8 and gets of each matrix words
+// 2 (l % 4) and the next of row l / 4.
+__device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const void* row_smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row_smem)))
+               : "memory");
 }
 
 // Transposes an 8 x 8 matrix: lane l holds the numbers 2 (l % 4) and the next of row l / 4.

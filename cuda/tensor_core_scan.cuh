@@ -1,13 +1,11 @@
 // A warp's scan of tiles of one sequence, for up to HEADS query heads that share a kv head, on tensor cores.
 //
 // A tile is scored as S^T = K Q^T and accumulated as O^T = V^T P^T: tokens and features are the rows of the products,
-// heads their columns, and movmatrix turns the result of the first into the operand of the second. The packed layout lets
-// every lane load what it multiplies in 16-byte packs: of K some features of a token, of V some tokens of a feature. How
-// numbers are ordered along the inner axis of a product does not matter as long as both operands agree.
+// heads their columns, and movmatrix turns the result of the first into the operand of the second. The packed layout is
+// what ldmatrix reads: rows of 16 bytes, of K some features of a token, of V some tokens of a feature.
 //
-// Packs wait in shared memory. Eight lanes that copy at once copy 128 bytes that adjoin, which are fetched at once; they are
-// not the lanes that will multiply them. Keys and values of a tile take turns as stages of a ring, TILES_AHEAD of each on
-// their way.
+// A tile's keys and values are copied as they lie in their blocks. They take turns as stages of a ring in shared memory
+// that belongs to the warp, TILES_AHEAD of each on their way.
 #pragma once
 #include "convert.cuh"
 #include "copy.cuh"
@@ -18,36 +16,56 @@
 
 namespace pagedkv {
 
-template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
+// How a tile comes to shared memory: 16 bytes a lane, or as many elements where those are not aligned; from sm_90 on whole
+// blocks, by one lane each.
+enum Copies { COPY_ELEMENTS, COPY_PACKS, COPY_BLOCKS };
+
+template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, Copies COPIES>
 class TensorCoreScan {
   using product_t = typename Operand<scalar_t, cache_t>::type;
+  using Sequence = PackedSequence<cache_t, BLOCK_SIZE>;
   static constexpr uint32_t WARP = 0xffffffffu;
   static constexpr bool IS_CONVERTED = !IS_SAME<scalar_t, product_t>;
-  static constexpr int X = 16 / sizeof(cache_t), PAIRS = X / 2;   // numbers and words of a pack
-  static constexpr int MATRICES = PAIRS;                          // groups of 8 tokens in a tile
-  static constexpr int KEY_STEPS = (HEAD_SIZE + 4 * X - 1) / (4 * X);  // packs of a token for each of four lanes
-  static constexpr int KEY_PACKS = MATRICES * KEY_STEPS, VALUE_PACKS = HEAD_SIZE / 8;
-  static constexpr int STAGES = 2 * TILES_AHEAD + 1, STAGE_PACKS = KEY_PACKS > VALUE_PACKS ? KEY_PACKS : VALUE_PACKS;
-  static constexpr int ROWS = (HEAD_SIZE + 15) / 16, COLUMNS = HEADS / 8;  // of the tiles of O^T
-  // Blocks smaller than a pack of V: it comes from several.
-  static constexpr int PART_TOKENS = X < BLOCK_SIZE ? X : BLOCK_SIZE, PARTS = X / PART_TOKENS;
-  // Packs of V that adjoin in a block: those of a feature, then those of the next one.
-  static constexpr int ROW_PACKS = BLOCK_SIZE <= X ? 1 : BLOCK_SIZE <= 2 * X ? 2 : 4;
 
  public:
-  static constexpr int TILE_TOKENS = 4 * X;
-  static constexpr int SMEM_BYTES = STAGES * STAGE_PACKS * 32 * 16;  // of a warp
+  static constexpr int TILE_TOKENS = 32;
 
-  __device__ __forceinline__ explicit TensorCoreScan(void* ring_smem) : ring_smem_(static_cast<uint4*>(ring_smem)) {}
+ private:
+  static constexpr int X = Sequence::X;                                // numbers of a row of 16 bytes
+  static constexpr int FRAGMENTS = X / 8;                              // of A that four 8 x 8 matrices make
+  static constexpr int MATRICES = TILE_TOKENS / 8;                     // groups of 8 tokens, rows of S^T
+  static constexpr int KEY_STEPS = (HEAD_SIZE + 15) / 16;              // along the inner axis of S^T
+  static constexpr int ROWS = (HEAD_SIZE + 15) / 16, COLUMNS = HEADS / 8;  // of the tiles of O^T
+  static constexpr int STAGES = 2 * TILES_AHEAD + 1;
+  static constexpr int STAGE_PACKS = TILE_TOKENS * HEAD_SIZE / X;
+  // What a tile has of a block.
+  static constexpr int PART_TOKENS = BLOCK_SIZE < TILE_TOKENS ? BLOCK_SIZE : TILE_TOKENS;
+  static constexpr int PARTS = TILE_TOKENS / PART_TOKENS, PART_PACKS = STAGE_PACKS / PARTS;
+  static_assert(COPIES != COPY_BLOCKS || PART_TOKENS == BLOCK_SIZE, "a tile has whole blocks");
+  static constexpr int RING_BYTES = STAGES * STAGE_PACKS * 16;
+
+ public:
+  static constexpr int SMEM_BYTES = RING_BYTES + 64;  // of a warp; the ring's barriers behind it
+
+  __device__ __forceinline__ explicit TensorCoreScan(void* smem)
+      : ring_smem_(static_cast<cache_t*>(smem)),
+        barriers_smem_(reinterpret_cast<uint64_t*>(static_cast<char*>(smem) + RING_BYTES)) {
+    if constexpr (COPIES == COPY_BLOCKS) {
+      static_assert(STAGES * sizeof(uint64_t) <= 64, "barriers have room");
+      if (lane() < STAGES) init_barrier(barriers_smem_ + lane());
+      fence_bulk_copies();
+      __syncwarp();
+    }
+  }
 
   // Begins with the tiles `first`, `first + step` ... of a sequence. `query` has rows of `num_heads` heads.
-  __device__ __forceinline__ void start(const PackedSequence<cache_t, BLOCK_SIZE>& sequence, int32_t first, int32_t step,
-                                        const scalar_t* query, int64_t head_stride, int num_heads) {
+  __device__ __forceinline__ void start(const Sequence& sequence, int32_t first, int32_t step, const scalar_t* query,
+                                        int64_t head_stride, int num_heads) {
     sequence_ = sequence, copied_ = tile_ = first, step_ = step, num_heads_ = num_heads;
     end_ = (sequence.end_token + TILE_TOKENS - 1) / TILE_TOKENS;
-    __syncwarp();  // all lanes have read the last stage
+    __syncwarp();                // all lanes have read the last stage
     read_stage_ = write_stage_;  // those between were left empty when the sequence before ended
-    find_blocks(first);
+    find_block(first);
 #pragma unroll
     for (int i = 0; i < TILES_AHEAD; i++) copy_keys(), copy_values();
     load_queries(query, head_stride);
@@ -65,15 +83,18 @@ class TensorCoreScan {
   __device__ __forceinline__ void run(const ScoreOptions& options) {
     load_slopes(options);
     for (; tile_ < end_; tile_ += step_) {
-      float scores[PAIRS / 2][COLUMNS][4] = {};
-      uint32_t weights[COLUMNS][PAIRS];
+      const int32_t first_token = tile_ * TILE_TOKENS;
+      float scores[MATRICES / 2][COLUMNS][4] = {};
+      uint32_t weights[COLUMNS][MATRICES];
       float factors[COLUMNS][2];
       wait_for_stage();
       multiply_keys(scores);
       copy_keys();
-      update(tile_ * TILE_TOKENS, options, scores, weights, factors);
+      is_edge_ = first_token < sequence_.first_token || first_token + TILE_TOKENS > sequence_.end_token;
+      update(first_token, options, scores, weights, factors);
       wait_for_stage();
-      multiply_values(tile_ * TILE_TOKENS, weights, factors);
+      if (is_edge_) clear_unseen_values(first_token);
+      multiply_values(weights, factors);
       copy_values();
     }
   }
@@ -100,165 +121,176 @@ class TensorCoreScan {
   static __device__ __forceinline__ int row() { return lane() / 4; }
   static __device__ __forceinline__ int column() { return lane() % 4; }
 
+  // The token of the tile that is a row of a group of 8. Rows 2 c and 2 c + 1 of both groups of a fragment are the tokens
+  // that lane column c holds of a row of V: adjoining pairs of 16-bit numbers, or fours of 8-bit ones.
+  static __device__ __forceinline__ int token(int matrix, int row) {
+    return FRAGMENTS == 1 ? matrix * 8 + row : matrix / 2 * 16 + row / 2 * 4 + matrix % 2 * 2 + row % 2;
+  }
+
   // ---- copies -------------------------------------------------------------------------------------------------------
 
-  // Of which row and column of the products a lane copies packs of V.
-  static __device__ __forceinline__ int value_row() { return lane() % (8 * ROW_PACKS) / ROW_PACKS; }
-  static __device__ __forceinline__ int value_column() {
-    return lane() / (8 * ROW_PACKS) * ROW_PACKS + lane() % ROW_PACKS;
-  }
-  static __device__ __forceinline__ int lane_of_column(int column) {
-    return column / ROW_PACKS * 8 * ROW_PACKS + column % ROW_PACKS;
+  // The block of a part of a tile: lane p finds that of part p.
+  __device__ __forceinline__ void find_block(int32_t tile) {
+    const int32_t first = tile * TILE_TOKENS + lane() % PARTS * PART_TOKENS;
+    next_block_ = tile < end_ ? sequence_.block_of(first, PART_TOKENS) : 0;
   }
 
-  // The blocks of the packs of V that this lane copies of a tile.
-  __device__ __forceinline__ void find_blocks(int32_t tile) {
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      const int32_t first = tile * TILE_TOKENS + X * value_column() + part * PART_TOKENS;
-      next_blocks_[part] = tile < end_ ? sequence_.block_of(first, PART_TOKENS) : 0;
-    }
-  }
-
-  // A lane copies of 8 tokens the pack of one, of four packs of a token the one of its group of 8 lanes.
   __device__ __forceinline__ void copy_keys() {
     if (copied_ < end_) {
-#pragma unroll
-      for (int part = 0; part < PARTS; part++) blocks_[part] = next_blocks_[part];
-      const int row = lane() % 8, column = lane() / 8;
-#pragma unroll
-      for (int matrix = 0; matrix < MATRICES; matrix++) {
-        const int from = lane_of_column(matrix * 8 / X);
-        const int32_t block = __shfl_sync(WARP, blocks_[matrix * 8 % X / PART_TOKENS], from);
-        const int32_t first = copied_ * TILE_TOKENS + matrix * 8;
-        const bool is_seen = sequence_.sees(first, 8);
-#pragma unroll
-        for (int i = 0; i < KEY_STEPS; i++) {
-          const int pack = i * 4 + column;
-          const bool is_there = is_seen && (HEAD_SIZE % (4 * X) == 0 || pack * X < HEAD_SIZE);
-          copy_elements<X, IS_ALIGNED>(
-              reinterpret_cast<cache_t*>(pack_smem(write_stage_, matrix * KEY_STEPS + i, row, column)),
-              sequence_.key_pack(block, first + row, pack), is_there);
-        }
-      }
-      find_blocks(copied_ + step_);
+      block_ = next_block_;
+      const int32_t first = copied_ * TILE_TOKENS;
+      copy_parts<PART_TOKENS>([&](int32_t block, int token) { return sequence_.key_pack(block, first + token, 0); });
+      find_block(copied_ + step_);
     }
     end_stage();
   }
 
   __device__ __forceinline__ void copy_values() {
     if (copied_ < end_) {
-#pragma unroll
-      for (int part = 0; part < PARTS; part++) {
-        const int32_t first = copied_ * TILE_TOKENS + X * value_column() + part * PART_TOKENS;
-        const bool is_seen = sequence_.sees(first, PART_TOKENS);
-        const cache_t* values = sequence_.values_of(blocks_[part], first, value_row());
-#pragma unroll
-        for (int i = 0; i < VALUE_PACKS; i++) {
-          uint4* pack = pack_smem(write_stage_, i, value_row(), value_column());
-          copy_elements<PART_TOKENS, IS_ALIGNED>(reinterpret_cast<cache_t*>(pack) + part * PART_TOKENS,
-                                                 values + i * 8 * BLOCK_SIZE, is_seen);
-        }
-      }
+      const int32_t first = copied_ * TILE_TOKENS;
+      constexpr int ROW_PACKS = PART_TOKENS < X ? 1 : PART_TOKENS / X;
+      copy_parts<ROW_PACKS>([&](int32_t block, int token) { return sequence_.values_of(block, first + token, 0); });
       copied_ += step_;
     }
     end_stage();
   }
 
-  // After this every lane's copies into the stage to be read are there, and the stage read before is free.
-  __device__ __forceinline__ void wait_for_stage() {
-    wait_for_copies<2 * TILES_AHEAD - 1>();
-    __syncwarp();
+  // The parts of a tile that are seen. A part has rows of ROW_PACKS packs, which lie BLOCK_SIZE / PART_TOKENS times as far
+  // apart in the cache.
+  template <int ROW_PACKS, class SourceOf>
+  __device__ __forceinline__ void copy_parts(const SourceOf& source_of) {
+    cache_t* stage_smem = ring_smem_ + write_stage_ * (STAGE_PACKS * X);
+    if constexpr (COPIES == COPY_BLOCKS) {
+      const bool is_seen = lane() < PARTS && sees_part(lane());
+      const uint32_t num_seen = __popc(__ballot_sync(WARP, is_seen));
+      uint64_t* barrier_smem = barriers_smem_ + write_stage_;
+      if (lane() == 0) expect_bytes(barrier_smem, num_seen * PART_PACKS * 16);
+      if (is_seen)
+        copy_bulk(stage_smem + lane() * PART_PACKS * X, source_of(block_, lane() * PART_TOKENS), PART_PACKS * 16,
+                  barrier_smem);
+    } else {
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        const cache_t* source = source_of(__shfl_sync(WARP, block_, part), part * PART_TOKENS);
+#pragma unroll
+        for (int i = 0; i < PART_PACKS; i += 32) {
+          const int pack = i + lane(), row = pack / ROW_PACKS;
+          if (PART_PACKS % 32 != 0 && pack >= PART_PACKS) break;
+          const int far_pack =
+              PART_TOKENS == BLOCK_SIZE ? pack : row * (ROW_PACKS * BLOCK_SIZE / PART_TOKENS) + pack % ROW_PACKS;
+          copy_elements<X, COPIES == COPY_PACKS>(stage_smem + (part * PART_PACKS + pack) * X, source + far_pack * X,
+                                                 sees_part(part));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ bool sees_part(int part) const {
+    return sequence_.sees(copied_ * TILE_TOKENS + part * PART_TOKENS, PART_TOKENS);
   }
 
   __device__ __forceinline__ void end_stage() {
-    commit_copies();
+    if constexpr (COPIES != COPY_BLOCKS) commit_copies();
     write_stage_ = write_stage_ + 1 == STAGES ? 0 : write_stage_ + 1;
   }
-  __device__ __forceinline__ void next_read_stage() { read_stage_ = read_stage_ + 1 == STAGES ? 0 : read_stage_ + 1; }
 
-  // The place of a lane's pack: different banks for eight lanes that write at once, and for eight that read at once.
-  __device__ __forceinline__ uint4* pack_smem(int stage, int pack, int row, int column) {
-    const int swizzled_row = row ^ ((column & 1) * 4 + (column & 2));
-    return ring_smem_ + (stage * STAGE_PACKS + pack) * 32 + column * 8 + swizzled_row;
+  // After this all copies into the stage to be read are there, and the stage read before is free.
+  __device__ __forceinline__ void wait_for_stage() {
+    if constexpr (COPIES == COPY_BLOCKS) {
+      wait_for_bytes(barriers_smem_ + read_stage_, parities_ >> read_stage_ & 1);
+      parities_ ^= 1 << read_stage_;
+    } else {
+      wait_for_copies<2 * TILES_AHEAD - 1>();
+    }
+    __syncwarp();
+    stage_smem_ = ring_smem_ + read_stage_ * (STAGE_PACKS * X);
+    read_stage_ = read_stage_ + 1 == STAGES ? 0 : read_stage_ + 1;
   }
-  __device__ __forceinline__ uint4* pack_smem(int pack) { return pack_smem(read_stage_, pack, row(), column()); }
 
-  static __device__ __forceinline__ void read_pack(uint32_t (&pack)[4], const uint4* place) {
-    const uint4 words = *place;
-    pack[0] = words.x, pack[1] = words.y, pack[2] = words.z, pack[3] = words.w;
+  // Features from pack * X on of a token of the tile; tokens from `token` on of a feature.
+  __device__ __forceinline__ const cache_t* key_smem(int token, int pack) const {
+    return stage_smem_ + ((token / PART_TOKENS * (HEAD_SIZE / X) + pack) * PART_TOKENS + token % PART_TOKENS) * X;
+  }
+  __device__ __forceinline__ cache_t* values_smem(int token, int feature) const {
+    return stage_smem_ + (token / PART_TOKENS * HEAD_SIZE + feature) * PART_TOKENS + token % PART_TOKENS;
   }
 
   // ---- S^T = K Q^T  [TILE_TOKENS, HEADS] ----------------------------------------------------------------------------
 
-  // The columns of Q^T, with the features of this lane's packs of K.
+  // Which features a lane holds of a step along the inner axis, in two pairs: as ldmatrix spreads a row over four lanes.
+  static __device__ __forceinline__ int feature(int step, int pair) {
+    return step * 16 + (FRAGMENTS == 1 ? pair * 8 + column() * 2 : column() * 4 + pair * 2);
+  }
+
   __device__ __forceinline__ void load_queries(const scalar_t* query, int64_t head_stride) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
       const int head = n * 8 + row();
-      Pack<scalar_t, 8> packs[KEY_STEPS * X / 8];
+      Pack<scalar_t, 2> pairs[KEY_STEPS][2];
 #pragma unroll
-      for (int i = 0; i < KEY_STEPS * X / 8; i++) {
-        const int feature = (i / (X / 8) * 4 + column()) * X + i % (X / 8) * 8;
-        packs[i] = {};
-        if (head < num_heads_ && feature < HEAD_SIZE) packs[i] = load_elements<8, IS_ALIGNED>(query + head * head_stride + feature);
-      }
-      set_queries(n, packs);
+      for (int i = 0; i < KEY_STEPS; i++)
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+          pairs[i][pair] = {};
+          if (head < num_heads_ && feature(i, pair) < HEAD_SIZE)
+            pairs[i][pair] = load_elements<2, COPIES != COPY_ELEMENTS>(query + head * head_stride + feature(i, pair));
+        }
+      set_queries(n, pairs);
     }
   }
 
-  __device__ __forceinline__ void set_queries(int n, const Pack<scalar_t, 8> (&packs)[KEY_STEPS * X / 8]) {
-    const float power = IS_CONVERTED ? power_of_two(packs) : 1.0f;
+  __device__ __forceinline__ void set_queries(int n, const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
+    const float power = IS_CONVERTED ? power_of_two(pairs) : 1.0f;
 #pragma unroll
-    for (int i = 0; i < KEY_STEPS * PAIRS; i++) {
-      const Pack<scalar_t, 8>& pack = packs[i / 4];
-      query_[i / PAIRS][n][i % PAIRS] =
-          IS_CONVERTED ? pair_of_floats(to_float(pack.get(i % 4 * 2)) / power, to_float(pack.get(i % 4 * 2 + 1)) / power, product_t{})
-                       : pack.bits(i % 4);
+    for (int i = 0; i < 2 * KEY_STEPS; i++) {
+      const Pack<scalar_t, 2>& pair = pairs[i / 2][i % 2];
+      query_[i / 2][n][i % 2] =
+          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) / power, to_float(pair.get(1)) / power, product_t{}) : pair.word;
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) power_[n][h] = IS_CONVERTED ? __shfl_sync(WARP, power, (2 * column() + h) * 4) : 1.0f;
   }
 
-  // fp8 keys are multiplied as float16. A bfloat16 query may be too large or too small for that: it is divided by the power
-  // of two next to its largest number, which its scores make up for.
-  __device__ __forceinline__ float power_of_two(const Pack<scalar_t, 8> (&packs)[KEY_STEPS * X / 8]) const {
+  // fp8 keys are multiplied as float16. A bfloat16 query may be too large or too small for that: it is divided by the
+  // power of two next to its largest number, which its scores make up for.
+  static __device__ __forceinline__ float power_of_two(const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < KEY_STEPS * X; i++) largest = fmaxf(largest, fabsf(to_float(packs[i / 8].get(i % 8))));
+    for (int i = 0; i < 4 * KEY_STEPS; i++) largest = fmaxf(largest, fabsf(to_float(pairs[i / 4][i / 2 % 2].get(i % 2))));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
     const uint32_t exponent = __float_as_uint(largest) >> 23;
     return exponent == 0 || exponent == 255 ? 1.0f : __uint_as_float(exponent << 23);
   }
 
-  __device__ __forceinline__ void multiply_keys(float (&scores)[PAIRS / 2][COLUMNS][4]) {
+  // Lane l gives the address of row l % 8 of matrix l / 8: two groups of 8 tokens, of both two rows of 16 bytes.
+  __device__ __forceinline__ void multiply_keys(float (&scores)[MATRICES / 2][COLUMNS][4]) const {
+    constexpr int PACKS = HEAD_SIZE / X;
+    const int group = lane() / 8 % 2, half = lane() / 16;
 #pragma unroll
-    for (int i = 0; i < KEY_STEPS; i++)
+    for (int t = 0; t < MATRICES / 2; t++)
 #pragma unroll
-      for (int t = 0; t < MATRICES / 2; t++) {
-        uint32_t upper[4], lower[4];
-        read_pack(upper, pack_smem(2 * t * KEY_STEPS + i));
-        read_pack(lower, pack_smem((2 * t + 1) * KEY_STEPS + i));
+      for (int pack = 0; pack < PACKS; pack += 2) {
+        const bool has_second = pack + 1 < PACKS;
+        uint32_t matrices[4], keys[FRAGMENTS][4];
+        load_matrices(matrices, key_smem(token(2 * t + group, lane() % 8), pack + (has_second ? half : 0)));
+        make_fragments<cache_t>(matrices, keys);
+        if (FRAGMENTS == 1 && !has_second) keys[0][2] = keys[0][3] = 0;
 #pragma unroll
-        for (int j = 0; j < PAIRS; j += 2) {
-          const uint32_t keys[4] = {pair_of(upper, j, cache_t{}), pair_of(lower, j, cache_t{}),
-                                    pair_of(upper, j + 1, cache_t{}), pair_of(lower, j + 1, cache_t{})};
+        for (int i = 0; i < FRAGMENTS; i++) {
+          const int step = pack / 2 * FRAGMENTS + i;
+          if (FRAGMENTS == 2 && i == 1 && !has_second) break;
 #pragma unroll
-          for (int n = 0; n < COLUMNS; n++)
-            multiply_add(scores[t][n], keys, {query_[i][n][j], query_[i][n][j + 1]}, product_t{});
+          for (int n = 0; n < COLUMNS; n++) multiply_add(scores[t][n], keys[i], query_[step][n], product_t{});
         }
       }
-    next_read_stage();
   }
 
   // ---- softmax ------------------------------------------------------------------------------------------------------
 
   // From scores to P^T as an operand, and what the accumulators are to be multiplied with before it is added.
   __device__ __forceinline__ void update(int32_t first_token, const ScoreOptions& options,
-                                         float (&scores)[PAIRS / 2][COLUMNS][4], uint32_t (&weights)[COLUMNS][PAIRS],
+                                         float (&scores)[MATRICES / 2][COLUMNS][4], uint32_t (&weights)[COLUMNS][MATRICES],
                                          float (&factors)[COLUMNS][2]) {
-    is_edge_ = first_token < sequence_.first_token || first_token + TILE_TOKENS > sequence_.end_token;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll
@@ -267,7 +299,7 @@ class TensorCoreScan {
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {
           float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          score = logit(score, n, h, first_token + matrix * 8 + row(), options);
+          score = logit(score, n, h, first_token + token(matrix, row()), options);
           largest = fmaxf(largest, score);
         }
         largest = over_rows(largest, [](float x, float y) { return fmaxf(x, y); });
@@ -286,35 +318,12 @@ class TensorCoreScan {
         const float* pair = &scores[matrix / 2][n][matrix % 2 * 2];
         weights[n][matrix] = transposed(pair_of_floats(pair[0], pair[1], product_t{}));
       }
-      exchange(weights[n]);
     }
-  }
-
-  // After the transposition a lane holds the pair of its column, of every group of 8 tokens. It wants all pairs of the
-  // groups that its packs of V are of: four lanes transpose a matrix of words.
-  __device__ __forceinline__ void exchange(uint32_t (&weights)[PAIRS]) const {
-    constexpr int GROUPS = X / 8;  // in a pack of V
-    uint32_t words[PAIRS];
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) words[i] = weights[i];
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2)
-#pragma unroll
-      for (int i = 0; i < PAIRS; i++) {
-        if (i / GROUPS & distance) continue;
-        uint32_t &low = words[i], &high = words[i + distance * GROUPS];
-        const bool is_high = column() & distance;
-        const uint32_t received = __shfl_xor_sync(WARP, is_high ? low : high, distance);
-        low = is_high ? received : low;
-        high = is_high ? high : received;
-      }
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) weights[i] = words[i % 4 * GROUPS + i / 4];
   }
 
   __device__ __forceinline__ float logit(float product, int n, int h, int32_t position, const ScoreOptions& options) const {
     if (is_edge_ && !sequence_.sees(position, 1)) return -CUDART_INF_F;
-    product *= power_[n][h];
+    if (IS_CONVERTED) product *= power_[n][h];
     return options.are_plain() ? product * options.scale_log2 : options.logit(product, slope_[n][h], position);
   }
 
@@ -338,46 +347,63 @@ class TensorCoreScan {
 
   // ---- O^T += V^T P^T  [HEAD_SIZE, HEADS] ---------------------------------------------------------------------------
 
-  __device__ __forceinline__ void multiply_values(int32_t first_token, const uint32_t (&weights)[COLUMNS][PAIRS],
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[COLUMNS][MATRICES],
                                                   const float (&factors)[COLUMNS][2]) {
-    if (is_edge_) clear_unseen_values(first_token + X * column());
 #pragma unroll
     for (int f = 0; f < ROWS; f++) {
 #pragma unroll
       for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) acc_[f][n][i] *= factors[n][i % 2];
-      uint32_t upper[4], lower[4] = {};
-      read_pack(upper, pack_smem(2 * f));
-      if (2 * f + 1 < VALUE_PACKS) read_pack(lower, pack_smem(2 * f + 1));
 #pragma unroll
-      for (int j = 0; j < PAIRS; j += 2) {
-        const uint32_t values[4] = {pair_of(upper, j, cache_t{}), pair_of(lower, j, cache_t{}),
-                                    pair_of(upper, j + 1, cache_t{}), pair_of(lower, j + 1, cache_t{})};
+      for (int first = 0; first < MATRICES / 2; first += FRAGMENTS) {
+        uint32_t values[FRAGMENTS][4];
+        load_values(f, first * 16, values);
 #pragma unroll
-        for (int n = 0; n < COLUMNS; n++)
-          multiply_add(acc_[f][n], values, {weights[n][j], weights[n][j + 1]}, product_t{});
+        for (int i = 0; i < FRAGMENTS; i++)
+#pragma unroll
+          for (int n = 0; n < COLUMNS; n++)
+            multiply_add(acc_[f][n], values[i], {weights[n][2 * (first + i)], weights[n][2 * (first + i) + 1]}, product_t{});
       }
     }
-    next_read_stage();
+  }
+
+  // Features f * 16 ... of as many tokens as two rows of 16 bytes hold.
+  __device__ __forceinline__ void load_values(int f, int first_token, uint32_t (&values)[FRAGMENTS][4]) const {
+    const bool has_second = f * 16 + 8 < HEAD_SIZE;
+    const int feature = f * 16 + (has_second ? lane() / 8 % 2 * 8 : 0) + lane() % 8;
+    uint32_t matrices[4];
+    if constexpr (PART_TOKENS >= X)
+      load_matrices(matrices, values_smem(first_token + lane() / 16 * X, feature));
+    else  // a row of 16 bytes has two features: every lane takes its own four tokens
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int row_of_lane = f * 16 + (has_second ? i % 2 * 8 : 0) + row();
+        matrices[i] = *reinterpret_cast<const uint32_t*>(values_smem(first_token + i / 2 * X + column() * 4, row_of_lane));
+      }
+    make_fragments<cache_t>(matrices, values);
+    if (!has_second)
+#pragma unroll
+      for (int i = 0; i < FRAGMENTS; i++) values[i][1] = values[i][3] = 0;
   }
 
   // Values next to seen ones may be anything, and 0 x NaN is NaN.
-  __device__ __forceinline__ void clear_unseen_values(int32_t first_token) {
-    for (int i = 0; i < VALUE_PACKS; i++) {
-      cache_t* values = reinterpret_cast<cache_t*>(pack_smem(i));
-#pragma unroll
-      for (int j = 0; j < X; j++)
-        if (!sequence_.sees(first_token + j, 1)) values[j] = cache_t{};
-    }
+  __device__ __forceinline__ void clear_unseen_values(int32_t first_token) const {
+    if (!sequence_.sees(first_token + lane(), 1))
+      for (int feature = 0; feature < HEAD_SIZE; feature++) *values_smem(lane(), feature) = cache_t{};
+    if constexpr (COPIES == COPY_BLOCKS) fence_bulk_copies();
+    __syncwarp();
   }
 
-  PackedSequence<cache_t, BLOCK_SIZE> sequence_;
-  uint4* ring_smem_;
-  int32_t tile_, copied_, end_, step_, num_heads_, next_blocks_[PARTS], blocks_[PARTS];
+  Sequence sequence_;
+  cache_t* ring_smem_;
+  cache_t* stage_smem_;
+  uint64_t* barriers_smem_;  // of the stages
+  uint32_t parities_ = 0;    // of their phases that are waited for next, a bit each
+  int32_t tile_, copied_, end_, step_, num_heads_, next_block_, block_;
   int write_stage_ = 0, read_stage_ = 0;
   bool is_edge_;
-  uint32_t query_[KEY_STEPS][COLUMNS][PAIRS];
+  uint32_t query_[KEY_STEPS][COLUMNS][2];
   float power_[COLUMNS][2], slope_[COLUMNS][2];
   float acc_[ROWS][COLUMNS][4], exp_sum_[COLUMNS][2], max_logit_[COLUMNS][2];
 };
