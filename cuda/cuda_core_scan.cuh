@@ -16,7 +16,7 @@ class CudaCoreScan {
 
  public:
   static constexpr int TILE_TOKENS = 32;
-  static constexpr int SMEM_BYTES = HEADS * (HEAD_SIZE + TILE_TOKENS) * 4;  // of a warp
+  static constexpr int STAGE_BYTES = 0, SMEM_BYTES = HEADS * (HEAD_SIZE + TILE_TOKENS) * 4;  // of a warp
 
   __device__ __forceinline__ explicit CudaCoreScan(void* smem)
       : query_smem_(static_cast<float*>(smem)), weights_smem_(query_smem_ + HEADS * HEAD_SIZE) {}
@@ -39,6 +39,8 @@ class CudaCoreScan {
     }
   }
 
+  __device__ __forceinline__ void* free_smem() const { return query_smem_; }
+
   // Scans all of them.
   __device__ __forceinline__ void run(const ScoreOptions& options) {
     for (; tile_ * TILE_TOKENS < sequence_.end_token; tile_ += step_) {
@@ -57,15 +59,15 @@ class CudaCoreScan {
     }
   }
 
-  // Leaves the state of head h as number `first` + h.
+  // Leaves the states of the heads.
   template <class States>
-  __device__ __forceinline__ void leave(const States& states_smem, int first) {
+  __device__ __forceinline__ void leave(const States& states_smem) {
 #pragma unroll
     for (int head = 0; head < HEADS; head++) {
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; i++)
-        if (feature(i) < HEAD_SIZE) states_smem.acc_of(first + head)[feature(i)] = acc_[i][head];
-      if (lane() == 0) states_smem.set(first + head, {max_logit_[head], exp_sum_[head]});
+        if (feature(i) < HEAD_SIZE) states_smem.at(head).acc[feature(i)] = acc_[i][head];
+      if (lane() == 0) states_smem.at(head).set({max_logit_[head], exp_sum_[head]});
     }
   }
 
@@ -106,7 +108,7 @@ class CudaCoreScan {
 
   // O^T += V^T P^T  [HEAD_SIZE, HEADS]. Values next to seen ones may be anything, and 0 x NaN is NaN.
   __device__ __forceinline__ void multiply_values(int32_t first_token) {
-#pragma unroll 2
+#pragma unroll 1
     for (int32_t token = first_token; token < first_token + TILE_TOKENS; token += X) {
       if (!sequence_.sees(token, X)) continue;
       const int32_t block = sequence_.block_of(token, X);

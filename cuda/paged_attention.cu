@@ -15,16 +15,28 @@
 
 namespace pagedkv {
 
-template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, Copies COPIES>
+template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
 struct ScanOf {
-  using type = TensorCoreScan<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, COPIES>;
+  using type = TensorCoreScan<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>;
 };
-template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, Copies COPIES>
-struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, COPIES> {
-  using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, COPIES != COPY_ELEMENTS>;
+template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
+struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED> {
+  using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
 };
 
-// Softmax states of rows, one per head, in shared memory or in the workspace.
+// A softmax state with its accumulator in memory.
+struct StoredState {
+  float* acc;  // [head_size]
+  float* max_logit;
+  float* exp_sum;
+
+  __device__ __forceinline__ SoftmaxState state() const { return {*max_logit, *exp_sum}; }
+  __device__ __forceinline__ void set(const SoftmaxState& state) const {
+    *max_logit = state.max_logit, *exp_sum = state.exp_sum;
+  }
+};
+
+// Those of the heads of a warp or of a segment, in shared memory or in the workspace.
 template <int ROW>
 struct States {
   float* acc;         // [count, ROW]
@@ -36,65 +48,8 @@ struct States {
   __device__ __forceinline__ States(void* memory, int64_t count)
       : acc(static_cast<float*>(memory)), max_logits(acc + count * ROW), exp_sums(max_logits + count) {}
 
-  __device__ __forceinline__ void set(int64_t index, const SoftmaxState& state) const {
-    max_logits[index] = state.max_logit, exp_sums[index] = state.exp_sum;
-  }
-  __device__ __forceinline__ float* acc_of(int64_t index) const { return acc + index * ROW; }
-  __device__ __forceinline__ float4& pack(int64_t index, int feature) const {
-    return *reinterpret_cast<float4*>(acc_of(index) + feature);
-  }
-
-  // By a warp, as `merged` leaves them.
-  template <int HEAD_SIZE>
-  __device__ __forceinline__ void set_all(int64_t index, const SoftmaxState& state,
-                                          const float4 (&acc)[(HEAD_SIZE + 127) / 128]) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++)
-      if ((j * 32 + lane) * 4 < HEAD_SIZE) pack(index, (j * 32 + lane) * 4) = acc[j];
-    if (lane == 0) set(index, state);
-  }
-
-  // One state from `count`, the i-th of them number `index_of(i)`, by a warp: every lane gets the state, and of the
-  // accumulator the packs `lane`, `lane + 32` ...
-  template <int HEAD_SIZE, class IndexOf>
-  __device__ __forceinline__ SoftmaxState merged(int count, const IndexOf& index_of,
-                                                 float4 (&sums)[(HEAD_SIZE + 127) / 128]) const {
-    constexpr uint32_t WARP = 0xffffffffu;
-    const int lane = threadIdx.x % 32;
-    SoftmaxState state;
-    for (auto& sum : sums) sum = {};
-    for (int first = 0; first < count; first += 32) {
-      const bool is_there = first + lane < count;
-      const int64_t index = index_of(is_there ? first + lane : first);
-      const SoftmaxState part{is_there ? max_logits[index] : -CUDART_INF_F, is_there ? exp_sums[index] : 0.0f};
-      SoftmaxState parts{part.max_logit, 0.0f};
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2)
-        parts.max_logit = fmaxf(parts.max_logit, __shfl_xor_sync(WARP, parts.max_logit, distance));
-      parts.max_logit = fmaxf(parts.max_logit, state.max_logit);
-      const float factor = weight(part.max_logit, parts.max_logit);
-      parts.exp_sum = part.exp_sum * factor;
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2)
-        parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
-      const float2 factors = state.merge(parts);
-      for (auto& sum : sums) sum.x *= factors.x, sum.y *= factors.x, sum.z *= factors.x, sum.w *= factors.x;
-#pragma unroll 8
-      for (int i = 0; i < min(32, count - first); i++) {
-        const float factor_of_i = __shfl_sync(WARP, factor, i);
-        const int64_t index_of_i = index_of(first + i);
-#pragma unroll
-        for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
-          const int feature = (j * 32 + lane) * 4;
-          if (HEAD_SIZE % 128 != 0 && feature >= HEAD_SIZE) continue;
-          const float4 numbers = pack(index_of_i, feature);
-          sums[j].x += numbers.x * factor_of_i, sums[j].y += numbers.y * factor_of_i;
-          sums[j].z += numbers.z * factor_of_i, sums[j].w += numbers.w * factor_of_i;
-        }
-      }
-    }
-    return state;
+  __device__ __forceinline__ StoredState at(int64_t index) const {
+    return {acc + index * ROW, max_logits + index, exp_sums + index};
   }
 };
 
@@ -118,7 +73,7 @@ struct Results {
         first_head(segment.first_head),
         params(params) {}
 
-  // By a warp, as States::merged leaves them.
+  // By a warp, as merge_by_warp leaves them.
   template <int HEAD_SIZE>
   __device__ __forceinline__ void write(int head, SoftmaxState state, const float4 (&acc)[(HEAD_SIZE + 127) / 128]) const {
     float factor = v_scale;
@@ -144,6 +99,56 @@ struct Results {
   }
 };
 
+// One state from `count`, of which `locate(i)` is the i-th. By a warp: every lane gets the state, and of the accumulator the
+// packs `lane`, `lane + 32` ...
+template <int HEAD_SIZE, class Locate>
+__device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate,
+                                                      float4 (&sums)[(HEAD_SIZE + 127) / 128]) {
+  constexpr uint32_t WARP = 0xffffffffu;
+  const int lane = threadIdx.x % 32;
+  SoftmaxState state;
+  for (auto& sum : sums) sum = {};
+  for (int first = 0; first < count; first += 32) {
+    SoftmaxState part, parts;
+    if (first + lane < count) part = locate(first + lane).state();
+    parts.max_logit = part.max_logit;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      parts.max_logit = fmaxf(parts.max_logit, __shfl_xor_sync(WARP, parts.max_logit, distance));
+    parts.max_logit = fmaxf(parts.max_logit, state.max_logit);
+    const float factor = weight(part.max_logit, parts.max_logit);
+    parts.exp_sum = part.exp_sum * factor;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
+    const float2 factors = state.merge(parts);
+    for (auto& sum : sums) sum.x *= factors.x, sum.y *= factors.x, sum.z *= factors.x, sum.w *= factors.x;
+#pragma unroll 8
+    for (int i = 0; i < min(32, count - first); i++) {
+      const float factor_of_i = __shfl_sync(WARP, factor, i);
+      const float* acc = locate(first + i).acc;
+#pragma unroll
+      for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
+        const int feature = (j * 32 + lane) * 4;
+        if (HEAD_SIZE % 128 != 0 && feature >= HEAD_SIZE) continue;
+        const float4 numbers = *reinterpret_cast<const float4*>(acc + feature);
+        sums[j].x += numbers.x * factor_of_i, sums[j].y += numbers.y * factor_of_i;
+        sums[j].z += numbers.z * factor_of_i, sums[j].w += numbers.w * factor_of_i;
+      }
+    }
+  }
+  return state;
+}
+
+template <int HEAD_SIZE>
+__device__ __forceinline__ void store_by_warp(const StoredState& target, const SoftmaxState& state,
+                                              const float4 (&acc)[(HEAD_SIZE + 127) / 128]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++)
+    if ((j * 32 + lane) * 4 < HEAD_SIZE) *reinterpret_cast<float4*>(target.acc + (j * 32 + lane) * 4) = acc[j];
+  if (lane == 0) target.set(state);
+}
+
 // Whether this CTA is the last of `count` to arrive; what the others have written is then there to be read.
 __device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t count) {
   __shared__ bool is_last_smem;
@@ -157,7 +162,7 @@ __device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t coun
 }
 
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int WARPS, int TILES_AHEAD,
-          Copies COPIES>
+          bool IS_ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, 2)
     paged_attention(const scalar_t* __restrict__ query,        // [num_seqs, num_heads, head_size]
                     const cache_t* __restrict__ key_cache,     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
@@ -173,15 +178,14 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                     void* workspace,                           // `num_slots` states, or null if no unit is cut
                     int32_t* counters,                         // [num_units] zeros, or null likewise
                     const __grid_constant__ DecodeParams params) {
-  using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, COPIES>::type;
+  using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>::type;
   // 16 bytes between rows put the columns of O^T that a warp writes at once into different banks.
   using WarpStates = States<HEAD_SIZE + 4>;
   using SegmentStates = States<HEAD_SIZE>;
   static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
-  extern __shared__ uint4 smem[];  // the warps' scans and their states
+  extern __shared__ uint4 smem[];  // the warps' scans; between two of them their states
   const int warp = threadIdx.x / 32;
   Scan scan(reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
-  const WarpStates warp_states(reinterpret_cast<char*>(smem) + WARPS * Scan::SMEM_BYTES, WARPS * HEADS);
   const SegmentStates partials(workspace, params.num_states);
 
   const auto start = [&](const Segment& segment) {
@@ -197,37 +201,49 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
                params.query_head_stride, segment.num_heads);
   };
+  // Where a warp's states wait for those of the others: in part of its scan's memory, of which the next scan makes no use
+  // until it runs, unless that is too small.
+  constexpr bool STARTS_EARLY = HEADS * WarpStates::BYTES <= Scan::STAGE_BYTES;
+  __shared__ void* warp_states_smem[WARPS];
 
   Schedule<Scan::TILE_TOKENS, HEADS> schedule(seq_lens, params);
   Segment segment, following;
-  bool is_there = schedule.next(segment);
-  if (is_there) start(segment);
-  for (; is_there; segment = following) {
+  for (bool has_segment = false;; has_segment = true) {
+    const bool has_following = schedule.next(following);
+    if (STARTS_EARLY && has_following) start(following);
+    if (has_segment) {
+      __syncthreads();  // all warps have left their states
+      const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
+      // First the states of the warps, then, if this CTA is the last of several, those of the segments.
+      for (bool of_warps = true;; of_warps = false) {
+        const bool is_result = !of_warps || segment.num_partials == 1;
+        for (int head = warp; head < segment.num_heads; head += WARPS) {
+          float4 acc[(HEAD_SIZE + 127) / 128];
+          const auto locate = [&](int i) {
+            return of_warps ? WarpStates(warp_states_smem[i], HEADS).at(head) : partials.at(segment.state(i, head));
+          };
+          const SoftmaxState state =
+              merge_by_warp<HEAD_SIZE>(of_warps ? WARPS : segment.num_partials, locate, acc);
+          if (is_result)
+            results.template write<HEAD_SIZE>(head, state, acc);
+          else
+            store_by_warp<HEAD_SIZE>(partials.at(segment.state(segment.partial, head)), state, acc);
+        }
+        if (is_result || !is_last_to_arrive(counters + segment.unit, segment.num_partials)) break;
+      }
+      __syncthreads();  // the states have been read
+    }
+    if (!has_following) break;
+    segment = following;
+    if (!STARTS_EARLY) start(segment);
+
     const float scale = params.scale * Scale{k_scale, params.k_scale, params.k_scale_stride}.of_head(segment.kv_head);
     const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;
     scan.run({scale, scale * LOG2_E, params.softcap, slopes, params.slope_stride, segment.query_position});
-    scan.leave(warp_states, warp * HEADS);
-    is_there = schedule.next(following);
-    if (is_there) start(following);  // its tiles are on their way while this segment is brought to its end
-    __syncthreads();
-
-    const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
-    const bool is_whole = segment.num_partials == 1;
-    float4 acc[(HEAD_SIZE + 127) / 128];
-    for (int head = warp; head < segment.num_heads; head += WARPS) {
-      const SoftmaxState state = warp_states.template merged<HEAD_SIZE>(WARPS, [&](int i) { return i * HEADS + head; }, acc);
-      if (is_whole)
-        results.template write<HEAD_SIZE>(head, state, acc);
-      else
-        partials.template set_all<HEAD_SIZE>(segment.state(segment.partial, head), state, acc);
-    }
-    if (!is_whole && is_last_to_arrive(counters + segment.unit, segment.num_partials))
-      for (int head = warp; head < segment.num_heads; head += WARPS) {
-        const auto index_of = [&](int i) { return segment.state(i, head); };
-        const SoftmaxState state = partials.template merged<HEAD_SIZE>(segment.num_partials, index_of, acc);
-        results.template write<HEAD_SIZE>(head, state, acc);
-      }
-    __syncthreads();  // the states have been read
+    void* states_smem = STARTS_EARLY ? scan.free_smem() : reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES;
+    if (threadIdx.x % 32 == 0) warp_states_smem[warp] = states_smem;
+    __syncwarp();
+    scan.leave(WarpStates(states_smem, HEADS));
   }
 }
 

@@ -65,10 +65,10 @@ __device__ __forceinline__ int32_t arrive(int32_t* counter) {
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
-// Begins to copy 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. It goes past L1, where
-// the lanes of a warp had better adjoin: others fetch their sectors one by one.
+// Begins to copy 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. By way of L1 (`.ca`): on an
+// H200, copies past it, bulk copies among them, come to 3.8 TB/s where these reach 4.5 if L1 has 60 KB left.
 __device__ __forceinline__ void copy_async(void* target_smem, const void* source, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(target_smem))),
                "l"(__cvta_generic_to_global(source)), "r"(there ? 16 : 0)
                : "memory");
@@ -81,47 +81,6 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int YOUNGEST>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGEST) : "memory");
-}
-
-// ---- bulk copies, from sm_90 on: they end at a barrier in shared memory that counts their bytes -----------------------
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// A barrier at which one thread arrives. Bulk copies may use it after fence_bulk_copies().
-__device__ __forceinline__ void init_barrier(uint64_t* barrier_smem) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier_smem)) : "memory");
-}
-
-// Bulk copies that begin after this see what this thread has written to shared memory.
-__device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Arrives, and lets the barrier wait for so many bytes.
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier_smem, uint32_t nbytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_smem)), "r"(nbytes)
-               : "memory");
-}
-
-// Begins to copy a multiple of 16 bytes, from and to multiples of 16.
-__device__ __forceinline__ void copy_bulk(void* target_smem, const void* source, uint32_t nbytes, uint64_t* barrier_smem) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(target_smem)),
-               "l"(__cvta_generic_to_global(source)), "r"(nbytes), "r"(shared_address(barrier_smem))
-               : "memory");
-}
-
-// Waits for the end of the barrier's phase of this parity.
-__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier_smem, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier_smem)),
-      "r"(parity)
-      : "memory");
 }
 
 // ---- tensor cores: a warp's fragments, each word two numbers --------------------------------------------------------

@@ -4,6 +4,11 @@
 
 namespace pagedkv {
 
+// tanh within 2^-22, in a few instructions.
+__device__ __forceinline__ float tanh_by_exp2(float x) {
+  return 1.0f - 2.0f * approximate_reciprocal(exp2_approximate(x * (2.0f * LOG2_E)) + 1.0f);
+}
+
 struct ScoreOptions {
   float scale, scale_log2;    // of q . k, that of the keys included; the same in units of log 2
   float softcap;              // 0 for none
@@ -16,7 +21,7 @@ struct ScoreOptions {
     return alibi_slopes == nullptr ? 0.0f : alibi_slopes[head * slope_stride];
   }
   __device__ __forceinline__ float logit(float product, float slope, int32_t key_position) const {
-    const float score = product * scale, capped = softcap == 0.0f ? score : softcap * tanhf(score / softcap);
+    const float score = product * scale, capped = softcap == 0.0f ? score : softcap * tanh_by_exp2(score / softcap);
     return (capped - slope * abs(query_position - key_position)) * LOG2_E;
   }
 };

@@ -16,11 +16,7 @@
 
 namespace pagedkv {
 
-// How a tile comes to shared memory: 16 bytes a lane, or as many elements where those are not aligned; from sm_90 on whole
-// blocks, by one lane each.
-enum Copies { COPY_ELEMENTS, COPY_PACKS, COPY_BLOCKS };
-
-template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, Copies COPIES>
+template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
 class TensorCoreScan {
   using product_t = typename Operand<scalar_t, cache_t>::type;
   using Sequence = PackedSequence<cache_t, BLOCK_SIZE>;
@@ -41,21 +37,15 @@ class TensorCoreScan {
   // What a tile has of a block.
   static constexpr int PART_TOKENS = BLOCK_SIZE < TILE_TOKENS ? BLOCK_SIZE : TILE_TOKENS;
   static constexpr int PARTS = TILE_TOKENS / PART_TOKENS, PART_PACKS = STAGE_PACKS / PARTS;
-  static_assert(COPIES != COPY_BLOCKS || PART_TOKENS == BLOCK_SIZE, "a tile has whole blocks");
-  static constexpr int RING_BYTES = STAGES * STAGE_PACKS * 16;
 
  public:
-  static constexpr int SMEM_BYTES = RING_BYTES + 64;  // of a warp; the ring's barriers behind it
+  static constexpr int STAGE_BYTES = STAGE_PACKS * 16, SMEM_BYTES = STAGES * STAGE_BYTES;  // of a warp
 
-  __device__ __forceinline__ explicit TensorCoreScan(void* smem)
-      : ring_smem_(static_cast<cache_t*>(smem)),
-        barriers_smem_(reinterpret_cast<uint64_t*>(static_cast<char*>(smem) + RING_BYTES)) {
-    if constexpr (COPIES == COPY_BLOCKS) {
-      static_assert(STAGES * sizeof(uint64_t) <= 64, "barriers have room");
-      if (lane() < STAGES) init_barrier(barriers_smem_ + lane());
-      fence_bulk_copies();
-      __syncwarp();
-    }
+  __device__ __forceinline__ explicit TensorCoreScan(void* ring_smem) : ring_smem_(static_cast<cache_t*>(ring_smem)) {}
+
+  // Shared memory that is free after `run` and until the next `run`, even if the next tiles have begun to come.
+  __device__ __forceinline__ void* free_smem() const {
+    return ring_smem_ + (write_stage_ == 0 ? STAGES - 1 : write_stage_ - 1) * (STAGE_PACKS * X);
   }
 
   // Begins with the tiles `first`, `first + step` ... of a sequence. `query` has rows of `num_heads` heads.
@@ -99,9 +89,9 @@ class TensorCoreScan {
     }
   }
 
-  // Leaves the state of head h as number `first` + h.
+  // Leaves the states of the heads.
   template <class States>
-  __device__ __forceinline__ void leave(const States& states_smem, int first) {
+  __device__ __forceinline__ void leave(const States& states_smem) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
@@ -109,9 +99,9 @@ class TensorCoreScan {
         const int head = n * 8 + 2 * column() + h;
 #pragma unroll
         for (int feature = 0; feature < HEAD_SIZE; feature += 8)
-          states_smem.acc_of(first + head)[feature + row()] = acc_[feature / 16][n][feature / 8 % 2 * 2 + h];
+          states_smem.at(head).acc[feature + row()] = acc_[feature / 16][n][feature / 8 % 2 * 2 + h];
         const float exp_sum = over_rows(exp_sum_[n][h], [](float x, float y) { return x + y; });
-        if (row() == 0) states_smem.set(first + head, {max_logit_[n][h], exp_sum});
+        if (row() == 0) states_smem.at(head).set({max_logit_[n][h], exp_sum});
       }
   }
 
@@ -160,47 +150,29 @@ class TensorCoreScan {
   template <int ROW_PACKS, class SourceOf>
   __device__ __forceinline__ void copy_parts(const SourceOf& source_of) {
     cache_t* stage_smem = ring_smem_ + write_stage_ * (STAGE_PACKS * X);
-    if constexpr (COPIES == COPY_BLOCKS) {
-      const bool is_seen = lane() < PARTS && sees_part(lane());
-      const uint32_t num_seen = __popc(__ballot_sync(WARP, is_seen));
-      uint64_t* barrier_smem = barriers_smem_ + write_stage_;
-      if (lane() == 0) expect_bytes(barrier_smem, num_seen * PART_PACKS * 16);
-      if (is_seen)
-        copy_bulk(stage_smem + lane() * PART_PACKS * X, source_of(block_, lane() * PART_TOKENS), PART_PACKS * 16,
-                  barrier_smem);
-    } else {
 #pragma unroll
-      for (int part = 0; part < PARTS; part++) {
-        const cache_t* source = source_of(__shfl_sync(WARP, block_, part), part * PART_TOKENS);
+    for (int part = 0; part < PARTS; part++) {
+      const cache_t* source = source_of(__shfl_sync(WARP, block_, part), part * PART_TOKENS);
+      const bool is_seen = sequence_.sees(copied_ * TILE_TOKENS + part * PART_TOKENS, PART_TOKENS);
 #pragma unroll
-        for (int i = 0; i < PART_PACKS; i += 32) {
-          const int pack = i + lane(), row = pack / ROW_PACKS;
-          if (PART_PACKS % 32 != 0 && pack >= PART_PACKS) break;
-          const int far_pack =
-              PART_TOKENS == BLOCK_SIZE ? pack : row * (ROW_PACKS * BLOCK_SIZE / PART_TOKENS) + pack % ROW_PACKS;
-          copy_elements<X, COPIES == COPY_PACKS>(stage_smem + (part * PART_PACKS + pack) * X, source + far_pack * X,
-                                                 sees_part(part));
-        }
+      for (int i = 0; i < PART_PACKS; i += 32) {
+        const int pack = i + lane(), row = pack / ROW_PACKS;
+        if (PART_PACKS % 32 != 0 && pack >= PART_PACKS) break;
+        const int far_pack =
+            PART_TOKENS == BLOCK_SIZE ? pack : row * (ROW_PACKS * BLOCK_SIZE / PART_TOKENS) + pack % ROW_PACKS;
+        copy_elements<X, IS_ALIGNED>(stage_smem + (part * PART_PACKS + pack) * X, source + far_pack * X, is_seen);
       }
     }
   }
-  __device__ __forceinline__ bool sees_part(int part) const {
-    return sequence_.sees(copied_ * TILE_TOKENS + part * PART_TOKENS, PART_TOKENS);
-  }
 
   __device__ __forceinline__ void end_stage() {
-    if constexpr (COPIES != COPY_BLOCKS) commit_copies();
+    commit_copies();
     write_stage_ = write_stage_ + 1 == STAGES ? 0 : write_stage_ + 1;
   }
 
   // After this all copies into the stage to be read are there, and the stage read before is free.
   __device__ __forceinline__ void wait_for_stage() {
-    if constexpr (COPIES == COPY_BLOCKS) {
-      wait_for_bytes(barriers_smem_ + read_stage_, parities_ >> read_stage_ & 1);
-      parities_ ^= 1 << read_stage_;
-    } else {
-      wait_for_copies<2 * TILES_AHEAD - 1>();
-    }
+    wait_for_copies<2 * TILES_AHEAD - 1>();
     __syncwarp();
     stage_smem_ = ring_smem_ + read_stage_ * (STAGE_PACKS * X);
     read_stage_ = read_stage_ + 1 == STAGES ? 0 : read_stage_ + 1;
@@ -232,7 +204,7 @@ class TensorCoreScan {
         for (int pair = 0; pair < 2; pair++) {
           pairs[i][pair] = {};
           if (head < num_heads_ && feature(i, pair) < HEAD_SIZE)
-            pairs[i][pair] = load_elements<2, COPIES != COPY_ELEMENTS>(query + head * head_stride + feature(i, pair));
+            pairs[i][pair] = load_elements<2, IS_ALIGNED>(query + head * head_stride + feature(i, pair));
         }
       set_queries(n, pairs);
     }
@@ -389,17 +361,19 @@ class TensorCoreScan {
 
   // Values next to seen ones may be anything, and 0 x NaN is NaN.
   __device__ __forceinline__ void clear_unseen_values(int32_t first_token) const {
-    if (!sequence_.sees(first_token + lane(), 1))
-      for (int feature = 0; feature < HEAD_SIZE; feature++) *values_smem(lane(), feature) = cache_t{};
-    if constexpr (COPIES == COPY_BLOCKS) fence_bulk_copies();
+#pragma unroll 1
+    for (int pack = lane(); pack < STAGE_PACKS; pack += 32) {
+      const int first_of_pack = first_token + pack / PART_PACKS * PART_TOKENS + pack * X % PART_TOKENS;
+#pragma unroll 1
+      for (int i = 0; i < X; i++)
+        if (!sequence_.sees(first_of_pack + i % PART_TOKENS, 1)) stage_smem_[pack * X + i] = cache_t{};
+    }
     __syncwarp();
   }
 
   Sequence sequence_;
   cache_t* ring_smem_;
   cache_t* stage_smem_;
-  uint64_t* barriers_smem_;  // of the stages
-  uint32_t parities_ = 0;    // of their phases that are waited for next, a bit each
   int32_t tile_, copied_, end_, step_, num_heads_, next_block_, block_;
   int write_stage_ = 0, read_stage_ = 0;
   bool is_edge_;

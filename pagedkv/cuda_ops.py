@@ -13,7 +13,7 @@ from . import indices, kernels
 from .arrays import ArrayView, empty, view
 from .context import is_checked
 from .counters import counters_for
-from .decode_plan import Card, DecodeLaunch, decode_arrays, plan_decode
+from .decode_plan import DecodeLaunch, decode_arrays, plan_decode
 from .dtypes import INT32, INT64
 from .launch import Launch
 from .problem import Attention, CacheWrite
@@ -95,7 +95,7 @@ def _decode(problem: Attention) -> Replay | None:
             indices.check_scales(problem.cache, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
             indices.check_attention(problem, *on_host, None)
         converted = replace(problem, block_table=tables, seq_lens=lens)
-        replay = DecodeReplay(plan_decode(converted, _card(device)), converted)
+        replay = DecodeReplay(plan_decode(converted, _num_sms(device)), converted)
     arrays = [*decode_arrays(converted), converted.workspace]
     replay([0 if array is None else array.pointer for array in arrays])
     return replay if tables is problem.block_table and lens is problem.seq_lens else None
@@ -142,9 +142,8 @@ def _form(array: ArrayView) -> ArrayView:
 
 
 @cache
-def _card(device: int) -> Card:
-    current = cupy.cuda.Device(device)
-    return Card(current.attributes["MultiProcessorCount"], int(current.compute_capability) >= 90)
+def _num_sms(device: int) -> int:
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
 
 
 # ---- devices and streams --------------------------------------------------------------------------------------------

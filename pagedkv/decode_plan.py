@@ -20,16 +20,7 @@ CTAS_PER_SM = 2
 SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
 MOST_TILES_AHEAD = 2
 TILE_TOKENS = 32
-BARRIER_BYTES = 64
 WIDEST_PART = 16  # query heads of a CTA: two columns of the tensor cores' tiles
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What of a device decides a launch."""
-
-    num_sms: int
-    has_bulk_copies: bool  # sm_90 and later
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +32,18 @@ class DecodeLaunch:
     num_counters: int
 
 
-def plan_decode(problem: Attention, card: Card) -> DecodeLaunch:
+def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     """v1 has one CTA per unit, v2 one per partition or, without a partition size, an equal share of all tiles each."""
-    instance = decode_instance(problem, card)
+    instance = decode_instance(problem)
     *_, heads, warps, tiles_ahead, _ = instance.arguments
     shape = problem.cache.shape
     units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
     units = problem.num_seqs * shape.num_kv_heads * units_per_kv_head
-    ctas, num_states = _division(problem, units, heads, card.num_sms)
+    ctas, num_states = _division(problem, units, heads, num_sms)
     if ctas > LARGEST_GRID:
         raise ValueError(f"query: expected fewer sequences and partitions in one call, got {ctas} in all")
     params = _params(problem, units_per_kv_head, num_states)
-    scan = _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
-    shared = warps * (scan + heads * (shape.head_size + 6) * 4)  # and its states
+    shared = warps * _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
     launch = Launch(instance, (ctas,), warps * 32, params, shared)
     return DecodeLaunch(launch, num_states * (shape.head_size + 2) * 4, units if num_states else 0)
 
@@ -71,24 +61,21 @@ def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple
 # ---- instances ------------------------------------------------------------------------------------------------------
 
 
-def decode_instance(problem: Attention, card: Card) -> Instance:
+def decode_instance(problem: Attention) -> Instance:
     """The instance for a problem's dtypes, sizes, group of query heads and alignment."""
     shape = problem.cache.shape
     group = problem.num_heads // shape.num_kv_heads
     sizes = (shape.head_size, shape.block_size, group)
-    copies = "COPY_ELEMENTS"
-    if _is_aligned(problem):
-        copies = "COPY_BLOCKS" if card.has_bulk_copies and shape.block_size <= TILE_TOKENS else "COPY_PACKS"
-    return decode_instance_for(problem.query.dtype, problem.cache.format, *sizes, copies)
+    return decode_instance_for(problem.query.dtype, problem.cache.format, *sizes, is_aligned=_is_aligned(problem))
 
 
 def decode_instance_for(
-    dtype: np.dtype, cache_format: np.dtype, head_size: int, block_size: int, group: int, copies: str
+    dtype: np.dtype, cache_format: np.dtype, head_size: int, block_size: int, group: int, *, is_aligned: bool = True
 ) -> Instance:
     """The kernel for groups of ``group`` query heads that share a kv head."""
     heads = 8 if group <= 8 or dtype == FLOAT32 else WIDEST_PART
     warps, tiles_ahead = _warps_and_tiles_ahead(dtype, cache_format, head_size, heads)
-    sizes = (head_size, block_size, heads, warps, tiles_ahead, f"pagedkv::{copies}")
+    sizes = (head_size, block_size, heads, warps, tiles_ahead, str(is_aligned).lower())
     return Instance("paged_attention.cu", "paged_attention", (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], *sizes))
 
 
@@ -105,7 +92,7 @@ def _scan_bytes(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: 
     """Shared memory of a warp's scan: SMEM_BYTES of the kernel's two scans."""
     if dtype == FLOAT32:
         return heads * (head_size + TILE_TOKENS) * 4
-    return (2 * tiles_ahead + 1) * TILE_TOKENS * head_size * cache_format.itemsize + BARRIER_BYTES
+    return (2 * tiles_ahead + 1) * TILE_TOKENS * head_size * cache_format.itemsize
 
 
 def _is_aligned(problem: Attention) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import indices, nvrtc
 from .arrays import ArrayView, view
-from .decode_plan import Card, decode_arrays, plan_decode
+from .decode_plan import decode_arrays, plan_decode
 from .kernels import Instance, expanded_source
 from .launch import Launch
 from .problem import Attention, CacheWrite
@@ -20,7 +20,7 @@ from .ptx.parse import Kernel, parse_kernel
 from .write_plan import plan_flash_write, plan_packed_write, write_arrays
 
 ARCH = "compute_90"  # virtual: PTX is what runs
-CARD = Card(num_sms=4, has_bulk_copies=False)  # planned for: few SMs, so that small sequences are cut as well
+NUM_SMS = 4  # of the card that this backend plans for: few, so that small sequences are cut as well
 SEED = 0  # of the order in which CTAs run: not that of the grid
 _profile: ContextVar["list[LaunchProfile] | None"] = ContextVar("profile", default=None)
 
@@ -64,7 +64,7 @@ def _decode(problem: Attention) -> None:
         return
     tables, lens = (view(array.astype(np.int32, copy=False), "indices") for array in (tables, lens))
     problem = replace(problem, block_table=tables, seq_lens=lens)
-    planned = plan_decode(problem, CARD)
+    planned = plan_decode(problem, NUM_SMS)
     # The kernels write all of it that they read: what it holds before is garbage on purpose.
     workspace = view(np.full(planned.workspace_bytes, 0xFF, np.uint8), "workspace") if planned.workspace_bytes else None
     counters = view(np.zeros(planned.num_counters, np.int32), "counters") if planned.num_counters else None
