@@ -68,7 +68,9 @@ def _start(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
         report("cp.async that reads more than it writes", int(np.argmax(wanted > size)))
     for count in np.unique(wanted[wanted > 0]):
         lanes = np.flatnonzero(wanted == count)
-        data[lanes, :count] = machine.memory.read(addresses[lanes], int(count), size, machine.reporter(threads[lanes]))
+        here = addresses[lanes], int(count)
+        data[lanes, :count] = machine.memory.read(*here, size, machine.reporter(threads[lanes]))
+        machine.races.access(instruction.opcode, *here, threads[lanes], machine.reporter(threads[lanes]))
     offsets = machine.addresses(target, "u32", threads).astype(np.int64)
     touched = machine.shared.begin_copy(offsets, size, machine.accessors(threads), report)
     machine.copies.in_flight.append(Copies(threads, machine.copies.committed[threads], touched, data))

@@ -1,13 +1,14 @@
 """``mov``, ``ld`` and ``st``: between registers, and between registers and every kind of memory."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arithmetic import SHARED_WINDOW, bits_of, numpy_type
-from .faults import UnknownInstruction
+from .arithmetic import WINDOW_REACH, WINDOWS, bits_of, numpy_type
 from .memory import words_of
 from .parse import Address, Instruction
+from .releases import is_strong
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -32,44 +33,74 @@ def move(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> N
 def load(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
     targets, address = instruction.operands[:2]  # a third would be a cache policy
     targets = targets if isinstance(targets, list) else [targets]
-    size, report = bits_of(instruction.type) // 8, machine.reporter(threads)
-    if "param" in instruction.opcode:
-        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
-        where = offsets[:, None] + np.arange(size * len(targets))
-        words = words_of(machine.params[where], size)
-    elif "shared" in instruction.opcode:
-        offsets = machine.addresses(address, "u32", threads).astype(np.int64)
-        words = machine.shared.load(offsets, size, len(targets), machine.accessors(threads), report)
-    elif "local" in instruction.opcode:
-        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
-        words = machine.local.load(offsets, size, len(targets), threads, report)
-    else:
-        words = machine.memory.load(global_addresses(machine, address, threads), size, len(targets), report)
-    for register, word in zip(targets, words, strict=True):
-        machine.set(register, word.view(numpy_type(instruction.type)), threads)
+    size = bits_of(instruction.type) // 8
+    for space, some, addresses in by_space(machine, instruction, address, threads):
+        words = _words_at(machine, instruction, space, some, addresses, size, len(targets))
+        for register, word in zip(targets, words, strict=True):
+            machine.set(register, word.view(numpy_type(instruction.type)), some)
+
+
+def _words_at(
+    machine: "Machine",
+    instruction: Instruction,
+    space: str,
+    threads: np.ndarray,
+    addresses: np.ndarray,
+    size: int,
+    count: int,
+) -> list[np.ndarray]:
+    report = machine.reporter(threads)
+    if space == "param":
+        return words_of(machine.params[addresses[:, None] + np.arange(size * count)], size)
+    if space == "shared":
+        accessors, strong = machine.accessors(threads), is_strong(instruction.opcode)
+        words = machine.shared.load(addresses, size, count, accessors, report, strong=strong)
+        if strong:
+            machine.releases.access(machine.shared.words(addresses, accessors), threads, instruction.opcode)
+        return words
+    if space == "local":
+        return machine.local.load(addresses, size, count, threads, report)
+    words = machine.memory.load(addresses, size, count, report)
+    machine.races.access(instruction.opcode, addresses, size * count, threads, report)
+    return words
 
 
 def store(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
     address, sources = instruction.operands[:2]
-    size, report = bits_of(instruction.type) // 8, machine.reporter(threads)
-    words = [
-        machine.value(source, f"u{8 * size}", threads)
-        for source in (sources if isinstance(sources, list) else [sources])
-    ]
-    if "shared" in instruction.opcode:
-        offsets = machine.addresses(address, "u32", threads).astype(np.int64)
-        machine.shared.store(offsets, words, size, machine.accessors(threads), report)
-    elif "local" in instruction.opcode:
-        offsets = machine.addresses(address, "u64", threads).astype(np.int64)
-        machine.local.store(offsets, words, size, threads, report)
-    else:
-        machine.memory.store(global_addresses(machine, address, threads), words, size, report)
+    sources = sources if isinstance(sources, list) else [sources]
+    size = bits_of(instruction.type) // 8
+    for space, some, addresses in by_space(machine, instruction, address, threads):
+        words, report = [machine.value(source, f"u{8 * size}", some) for source in sources], machine.reporter(some)
+        if space == "shared":
+            accessors, strong = machine.accessors(some), is_strong(instruction.opcode)
+            machine.shared.store(addresses, words, size, accessors, report, strong=strong)
+            if strong:
+                machine.releases.access(machine.shared.words(addresses, accessors), some, instruction.opcode)
+        elif space == "local":
+            machine.local.store(addresses, words, size, some, report)
+        else:
+            machine.memory.store(addresses, words, size, report)
+            machine.races.access(instruction.opcode, addresses, size * len(words), some, report)
 
 
-def global_addresses(machine: "Machine", address: Address, threads: np.ndarray) -> np.ndarray:
-    """Addresses in global memory, also where the instruction names no memory: then they must not be shared memory's."""
-    addresses = machine.addresses(address, "u64", threads)
-    if (addresses >= np.uint64(SHARED_WINDOW)).any():
-        instruction = machine.current
-        raise UnknownInstruction(f"generic address of shared memory in {instruction.text} at {instruction.line}")
-    return addresses
+def by_space(
+    machine: "Machine", instruction: Instruction, address: Address, threads: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Kinds of memory, the threads that access each, and where: an address in global memory, elsewhere an offset.
+
+    An instruction that names no memory has generic addresses: those in the windows are shared or local memory's.
+    """
+    for space in ("param", "shared", "local"):
+        if space in instruction.opcode:
+            kind = "u32" if space == "shared" else "u64"
+            yield space, threads, machine.addresses(address, kind, threads).astype(np.int64)
+            return
+    addresses, is_global = machine.addresses(address, "u64", threads), np.ones(threads.size, np.bool_)
+    for space, window in WINDOWS.items() if "global" not in instruction.opcode else ():
+        offsets = (addresses - np.uint64(window)).view(np.int64)
+        here = np.abs(offsets) < WINDOW_REACH
+        if here.any():
+            yield space, threads[here], offsets[here]
+            is_global &= ~here
+    if is_global.any():
+        yield "global", threads[is_global], addresses[is_global]

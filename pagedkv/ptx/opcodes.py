@@ -39,7 +39,7 @@ KNOWN = {
     "selp": f"f32 f64 {WORDS} {BITS}",
     "setp": f"eq ne lt le gt ge ltu leu gtu geu neu ftz f32 f64 {WORDS} {BITS}",
     "cvt": f"rn rni rzi satfinite ftz e4m3x2 e5m2x2 f16 bf16 f32 u8 s8 {WORDS}",
-    "cvta": "to global shared u64",
+    "cvta": "to global shared local u64",
     "createpolicy": "fractional L2::evict_first L2::evict_last L2::evict_normal L2::evict_unchanged b64",
     "mov": f"pred f32 f64 {WORDS} {BITS}",
     "ld": f"param nc {MEMORY}",
@@ -52,9 +52,12 @@ KNOWN = {
     "bra": "uni",
     "ret": "uni",
     "exit": "",
-    "bar": "warp cta sync",
-    "barrier": "cta sync aligned",
+    "nanosleep": "u32",
+    "bar": "warp cta sync arrive red popc and or u32 pred",
+    "barrier": "cta sync arrive red popc and or aligned u32 pred",
     "shfl": "sync idx bfly up down b32",
+    "match": "sync any all b32 b64",
+    "activemask": "b32",
     "vote": "sync all any ballot pred b32",
 }
 PARTS = {name: frozenset(parts.split()) for name, parts in KNOWN.items()}
