@@ -57,11 +57,7 @@ class CtaOrder:
     def learn_from_grid(self, warp: int, times: np.ndarray) -> None:
         """What a thread of the warp found, released by others: a time for each warp of the grid."""
         first = warp // self.warps_per_cta * self.warps_per_cta
-        found = times[first : first + self.warps_per_cta].copy()
-        lanes = self._lanes_seen()[warp * WARP_SIZE : (warp + 1) * WARP_SIZE]
-        np.maximum(lanes, found[warp - first], out=lanes)
-        found[warp - first] = -1  # which says that all lanes have synchronised
-        self.learn(np.array([warp]), found)
+        self.learn(np.array([warp]), times[first : first + self.warps_per_cta])
 
     def synchronise_lanes(self, threads: np.ndarray, masks: np.ndarray) -> None:
         """The lanes that each mask names, all of them among the threads, synchronise."""
@@ -74,15 +70,11 @@ class CtaOrder:
         self.now += 1
 
     def _synchronise_some(self, threads: np.ndarray) -> None:
-        lanes = self._lanes_seen()
-        known = lanes[threads].max(axis=0)
-        known[threads % WARP_SIZE] = self.now
-        lanes[threads] = known
-
-    def _lanes_seen(self) -> np.ndarray:
         if self.lanes_seen is None:
             self.lanes_seen = np.full((self.seen.shape[0] * WARP_SIZE, WARP_SIZE), -1)
-        return self.lanes_seen
+        known = self.lanes_seen[threads].max(axis=0)
+        known[threads % WARP_SIZE] = self.now
+        self.lanes_seen[threads] = known
 
     def unordered(self, stamps: np.ndarray, threads: np.ndarray) -> np.ndarray:
         """Where a stamp ``[threads, bytes]`` of the same CTA is another thread's and nothing orders this one after."""

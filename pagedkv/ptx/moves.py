@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arithmetic import WINDOW_REACH, WINDOWS, bits_of, numpy_type
+from .arithmetic import WINDOW_REACH, WINDOWS, Opcode, bits_of, numpy_type
 from .memory import words_of
 from .parse import Address, Instruction
 from .releases import is_strong
 
 if TYPE_CHECKING:
     from .machine import Machine
+
+Array = np.ndarray
+Words = list[np.ndarray]
 
 
 def move(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
@@ -35,34 +38,35 @@ def load(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> N
     targets = targets if isinstance(targets, list) else [targets]
     size = bits_of(instruction.type) // 8
     for space, some, addresses in by_space(machine, instruction, address, threads):
-        words = _words_at(machine, instruction, space, some, addresses, size, len(targets))
+        words = LOADS[space](machine, instruction.opcode, addresses, size, len(targets), some)
         for register, word in zip(targets, words, strict=True):
             machine.set(register, word.view(numpy_type(instruction.type)), some)
 
 
-def _words_at(
-    machine: "Machine",
-    instruction: Instruction,
-    space: str,
-    threads: np.ndarray,
-    addresses: np.ndarray,
-    size: int,
-    count: int,
-) -> list[np.ndarray]:
-    report = machine.reporter(threads)
-    if space == "param":
-        return words_of(machine.params[addresses[:, None] + np.arange(size * count)], size)
-    if space == "shared":
-        accessors, strong = machine.accessors(threads), is_strong(instruction.opcode)
-        words = machine.shared.load(addresses, size, count, accessors, report, strong=strong)
-        if strong:
-            machine.releases.access(machine.shared.words(addresses, accessors), threads, instruction.opcode)
-        return words
-    if space == "local":
-        return machine.local.load(addresses, size, count, threads, report)
-    words = machine.memory.load(addresses, size, count, report)
-    machine.races.access(instruction.opcode, addresses, size * count, threads, report)
+def _load_param(machine: "Machine", opcode: Opcode, offsets: Array, size: int, count: int, threads: Array) -> Words:
+    return words_of(machine.params[offsets[:, None] + np.arange(size * count)], size)
+
+
+def _load_shared(machine: "Machine", opcode: Opcode, offsets: Array, size: int, count: int, threads: Array) -> Words:
+    accessors, report, strong = machine.accessors(threads), machine.reporter(threads), is_strong(opcode)
+    words = machine.shared.load(offsets, size, count, accessors, report, strong=strong)
+    if strong:
+        machine.releases.access(machine.shared.words(offsets, accessors), threads, opcode)
     return words
+
+
+def _load_local(machine: "Machine", opcode: Opcode, offsets: Array, size: int, count: int, threads: Array) -> Words:
+    return machine.local.load(offsets, size, count, threads, machine.reporter(threads))
+
+
+def _load_global(machine: "Machine", opcode: Opcode, addresses: Array, size: int, count: int, threads: Array) -> Words:
+    report = machine.reporter(threads)
+    words = machine.memory.load(addresses, size, count, report)
+    machine.races.access(opcode, addresses, size * count, threads, report)
+    return words
+
+
+LOADS = {"param": _load_param, "shared": _load_shared, "local": _load_local, "global": _load_global}
 
 
 def store(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
