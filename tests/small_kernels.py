@@ -19,14 +19,14 @@ __global__ void kernel(float* out, const float* in) {  // [64] each
 """
 
 
-def launch(code, *arrays, grid=1, threads=64, file="planted.cu", **options):
+def launch(code, *arrays, grid=1, threads=64, file="planted.cu", step_limit=50_000, **options):
     """Runs ``kernel<0>`` of some source; its parameters are pointers to the arrays, which may be sparse buffers."""
     kernel = parse_kernel(*nvrtc.compile_ptx(code, file, "kernel<0>", "compute_80"))
     views = [
         array.view() if isinstance(array, SparseBuffer) else view(array, f"array {i}") for i, array in enumerate(arrays)
     ]
     params = b"".join(each.pointer.to_bytes(8, "little") for each in views)
-    Machine(kernel, (grid, 1), threads, params, views, **options).run()
+    Machine(kernel, (grid, 1), threads, params, views, step_limit=step_limit, **options).run()
 
 
 def run(body, source=None, **options):

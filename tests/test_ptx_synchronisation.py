@@ -105,7 +105,7 @@ CASES = {
         "barrier for which warps give different numbers of threads",
     ),
     "lock without a fence": (
-        f"{LOCK} {TAKE}row[0] += 1;@atomicExch(&lock, 0); __syncthreads(); out[t] = row[0];",
+        f"{LOCK} if (t % 16 == 0) {{{TAKE}row[0] += 1;@atomicExch(&lock, 0);}} __syncthreads(); out[t] = row[0];",
         "",
         "__threadfence_block();",
         "race: shared read after an unordered write",
@@ -185,9 +185,9 @@ VALUES = {
         np.choose(T % 3, [63 - T, 163 - T, 1000 + 1000 * (T & 1)]),
     ),
     "a lock": (
-        f"{LOCK} {TAKE} row[0] += in[t]; __threadfence_block(); atomicExch(&lock, 0); "
+        f"{LOCK} if (t % 16 == 0) {{ {TAKE} row[0] += in[t]; __threadfence_block(); atomicExch(&lock, 0); }} "
         "__syncthreads(); out[t] = row[0];",
-        np.full(64, 64 * 63 // 2),
+        np.full(64, 16 + 32 + 48),
     ),
 }
 
