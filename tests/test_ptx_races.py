@@ -67,6 +67,19 @@ CASES = {
         "1",
         "race: global store after an unordered load of another CTA",
     ),
+    "store after loads of which the earlier was another CTA's": (
+        "float x = 0; if (cta == 1) x = part[t]; __syncthreads(); if (cta == 2) x = part[t]; __syncthreads(); "
+        "if (cta == 2) part[t + @] = x + 1; out[cta * 64 + t] = x;",
+        "0",
+        "64",
+        "race: global store after an unordered load of another CTA",
+    ),
+    "reset by a CTA that was not the last": (
+        "if (t == 0 && atomicAdd(words, 1u) == @) words[0] = 0;",
+        "2",
+        "3",
+        "race: global store after an unordered atomic or strong store of another CTA",
+    ),
     "load after an atomic": (
         "atomicAdd(words + cta, 1u); out[cta * 64 + t] = words[@];",
         "other",
@@ -100,6 +113,23 @@ CASES = {
         "race: global load after an unordered store of another CTA",
     ),
 }
+
+
+# CTA 1 sets the flag that CTA 0 has released to another value.
+OVERWRITTEN = """
+  unsigned set = 0;
+  if (cta == 0) { part[t] = 7; __syncthreads(); if (t == 0) STORE_RELEASE(words, 1); }
+  if (cta == 1 && t == 0) { do { LOAD_ACQUIRE(set, words); } while (set != 1); STORE(words, 2); }
+  if (cta == 2) { do { LOAD_ACQUIRE(set, words); } while (set != 2); out[t] = part[t]; }
+"""
+
+
+def test_a_flag_that_is_overwritten_releases_no_more():
+    out, _ = run(OVERWRITTEN.replace("STORE(", "STORE_RELEASE("))
+    assert (out[0] == 7).all()
+    with pytest.raises(Fault, match="race: global load after an unordered store of another CTA") as caught:
+        run(OVERWRITTEN.replace("STORE(", "STORE_RELAXED("))
+    assert caught.value.line.number == HEAD.count("\n") + 5
 
 
 @pytest.mark.parametrize(("body", "fault", "right", "what"), CASES.values(), ids=CASES.keys())

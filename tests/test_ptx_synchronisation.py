@@ -50,6 +50,19 @@ CASES = {
         "__syncwarp();",
         "race: shared write after an unordered read",
     ),
+    "mask of one warp, read of another": (
+        f"{HALF} row[t] = in[t]; __syncwarp(half); @ out[t] = row[t ^ 32];",
+        "",
+        "__syncthreads();",
+        "race: shared read after an unordered write",
+    ),
+    "write after reads of which the earlier was another warp's": (
+        "row[t] = in[t]; __syncthreads(); float x = 0; if (t == 32) x = row[0]; __syncwarp(); if (t == 0) x += row[0]; "
+        "@ if (t == 0) row[0] = 9; out[t] = x;",
+        "",
+        "__syncthreads();",
+        "race: shared write after an unordered read",
+    ),
     "producer that does not arrive": (
         f"if (t < 32) {{row[t] = in[t];@}} else {{{SYNC}out[t] = row[t - 32];}}",
         "",
