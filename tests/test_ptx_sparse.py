@@ -108,6 +108,7 @@ STRIDED = {  # shape, strides in elements, an element of a gap or None
     "every other row": ((4, 8), (16, 1), 8),
     "every third element": ((10,), (3,), 4),
     "rows of rows": ((2, 3, 4), (64, 16, 1), 36),
+    "rows of rows that adjoin": ((2, 3, 4), (36, 16, 1), 8),
     "a transposed array": ((8, 4), (1, 16), 8),
     "backwards": ((4, 8), (-16, 1), -8),
     "overlapping rows": ((4, 8), (3, 1), None),
@@ -139,3 +140,5 @@ def test_the_gap_of_one_array_may_be_another():
     launch(code, both[:, 0], both[:, 1], threads=32)
     assert both[:, 1, 0].sum() == 4
     assert both.sum() == 4
+    with pytest.raises(Fault, match=r"global store between the rows of an array .*thread 16:"):  # behind the last keys
+        launch(code, both[:, 1], both[:2, 0], threads=32)

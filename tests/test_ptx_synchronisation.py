@@ -81,6 +81,13 @@ CASES = {
         "32",
         "race: shared read after an unordered write",
     ),
+    "two warps that use a barrier one after the other": (
+        'if (t < 32) {row[t] = in[t];asm volatile("bar.sync 1, @;" ::: "memory");} '
+        'else {asm volatile("bar.sync 1, @;" ::: "memory");out[t] = row[t - 32];}',
+        "32",
+        "64",
+        "race: shared read after an unordered write",
+    ),
     "barrier of too many": (
         'asm volatile("bar.sync 1, @;" ::: "memory"); out[t] = in[t];',
         "32",
