@@ -9,6 +9,7 @@ pytestmark = pytest.mark.ptx
 HALF = "const unsigned half = t % 32 < 16 ? 0x0000ffffu : 0xffff0000u;"
 ARRIVE = 'asm volatile("bar.arrive 1, 64;" ::: "memory");'
 SYNC = 'asm volatile("bar.sync 1, 64;" ::: "memory");'
+LOAD = 'asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(smem(row)));'  # not for threads beside the branch
 LOCK = "__shared__ int lock; if (t == 0) lock = 0, row[0] = 0; __syncthreads();"
 TAKE = "while (atomicCAS(&lock, 0, 1) != 0);__threadfence_block();"
 
@@ -57,7 +58,7 @@ CASES = {
         "race: shared read after an unordered write",
     ),
     "write after reads of which the earlier was another warp's": (
-        "row[t] = in[t]; __syncthreads(); float x = 0; if (t == 32) x = row[0]; __syncwarp(); if (t == 0) x += row[0]; "
+        f"row[t] = in[t]; __syncthreads(); float x = 0; if (t == 32) {{{LOAD}}} __syncwarp(); if (t == 0) {{{LOAD}}} "
         "@ if (t == 0) row[0] = 9; out[t] = x;",
         "",
         "__syncthreads();",
