@@ -60,7 +60,7 @@ def test_lanes_that_are_off_ask_for_nothing():
 
 
 def test_warps_ask_apart():
-    assert traffic("out[t] = in[t];", "global load", threads=64, grid=2) == Traffic(4, 16, 16, 512, 4)
+    assert traffic("out[blockIdx.x * 64 + t] = in[t];", "global load", threads=64, grid=2) == Traffic(4, 16, 16, 512, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Each case is a kernel with one planted fault, in the line marked FAULT, and the 
 
 import numpy as np
 import pytest
-from small_kernels import HEAD, launch, run
+from small_kernels import check_planted, launch
 
 from pagedkv.ptx.faults import Fault
 
@@ -170,22 +170,9 @@ CASES = {
 }
 
 
-def fault_line(body):
-    return HEAD.count("\n") + 1 + body[: body.index("@")].count("\n")
-
-
 @pytest.mark.parametrize(("body", "fault", "right", "what"), CASES.values(), ids=CASES.keys())
 def test_a_planted_fault_is_reported_at_its_line(body, fault, right, what):
-    # Statements get a line each, so that the line says which of them is at fault.
-    body = body.replace("; ", ";\n  ")
-    if fault == "":  # a missing barrier shows at the access after it
-        body = body.replace("@ ", "@")
-    with pytest.raises(Fault, match=what) as caught:
-        run(body.replace("@", fault))
-    assert caught.value.line.file == "planted.cu"
-    assert caught.value.line.number == fault_line(body)
-    assert caught.value.cta == 0
-    run(body.replace("@", right))
+    check_planted(body, fault, right, what)
 
 
 def test_inlined_code_is_told_by_its_own_line():

@@ -68,7 +68,9 @@ def _start(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
         report("cp.async that reads more than it writes", int(np.argmax(wanted > size)))
     for count in np.unique(wanted[wanted > 0]):
         lanes = np.flatnonzero(wanted == count)
-        data[lanes, :count] = machine.memory.read(addresses[lanes], int(count), size, machine.reporter(threads[lanes]))
+        here = addresses[lanes], int(count)
+        data[lanes, :count] = machine.memory.read(*here, size, machine.reporter(threads[lanes]))
+        machine.races.access(instruction.opcode, *here, threads[lanes], machine.reporter(threads[lanes]))
     read = wanted > 0
     if read.any():
         machine.count_global(addresses[read], size, threads[read], "copy")
