@@ -5,9 +5,9 @@ others have done and know, up to that time; ``bar.warp.sync`` tells the lanes th
 after another thread's if that thread made it no later than its warp, or lane, knows of. Only what a kernel demands
 counts: that the interpreter runs one thread before another orders nothing.
 
-A byte of shared memory remembers of each kind of access the last, the last by another lane of that warp, and the last
-by another warp, where unordered with it. So of three or more readers that different named barriers or masks tell apart
-one may be forgotten, and a write after it pass; nothing ordered is ever reported.
+Each granule of shared memory remembers of each kind of access the last, the last by another lane of that warp, and the
+last by another warp, where unordered with it. So of three or more readers that different named barriers or masks tell
+apart one may be forgotten, and a write after it pass; nothing ordered is ever reported.
 """
 
 import numpy as np
@@ -77,7 +77,9 @@ class CtaOrder:
         self.lanes_seen[threads] = known
 
     def unordered(self, stamps: np.ndarray, threads: np.ndarray) -> np.ndarray:
-        """Where a stamp ``[threads, bytes]`` of the same CTA is another thread's and nothing orders this one after."""
+        """Where a stamp ``[threads, granules]`` of the same CTA is another thread's that it is not ordered after."""
+        if time_of(stamps.max()) <= self.seen[threads // WARP_SIZE].min():  # most often: a barrier came after all
+            return np.zeros(stamps.shape, np.bool_)
         time, other, mine = time_of(stamps), thread_of(stamps), threads[:, None]
         late = (time > self.seen[mine // WARP_SIZE, other // WARP_SIZE % self.warps_per_cta]) & (other != mine)
         if self.lanes_seen is not None and late.any():
@@ -95,35 +97,53 @@ class Threads:
         self.index, self.cta, self.order = index, cta, order
         self.stamps = stamped(order.now, index)
 
+    def in_turn(self) -> "Threads":
+        """The same, each a moment after the one before it."""
+        threads = Threads(self.index, self.cta, self.order)
+        threads.stamps = stamped(self.order.now + np.arange(self.index.size), self.index)
+        return threads
+
     def unordered(self, stamps: np.ndarray) -> np.ndarray:
         return self.order.unordered(stamps, self.index)
 
 
 class Accesses:
-    """The stamps of one kind of access to each byte: the last, and the last by another lane and by another warp."""
+    """The stamps of one kind of access to each granule: the last and, once there are such, the others to remember."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.last, self.other_lane, self.other_warp = (np.full(nbytes, NOBODY) for _ in range(3))
+    def __init__(self, count: int) -> None:
+        self.last = np.full(count, NOBODY)
+        self.others: list[np.ndarray] = []  # by another lane, and by another warp
 
-    def record(self, touched: np.ndarray, threads: Threads) -> None:
+    def record(self, touched: np.ndarray, threads: Threads) -> np.ndarray:
+        """Threads access granules ``[threads, granules]``. Where another of them accesses the same one and counts."""
         before, own = self.last[touched], np.broadcast_to(threads.stamps[:, None], touched.shape)
         self._keep(touched, before, threads.unordered(before), before, own)
         self.last[touched] = own
-        winner = self.last[touched]  # where threads of this very instruction touch one byte
-        self._keep(touched, own, threads.unordered(winner), winner, own)
+        winner = self.last[touched]
+        lost = winner != own
+        self._keep(touched, own, lost, winner, own)
+        return lost
 
-    def races(self, touched: np.ndarray, threads: Threads) -> np.ndarray:
-        """For each thread, whether another's access to one of its bytes is unordered with it."""
-        late = threads.unordered(self.last[touched])
-        for others in (self.other_lane, self.other_warp):
-            late |= threads.unordered(others[touched])
-        return late.any(axis=1)
+    def unordered(self, touched: np.ndarray, threads: Threads) -> np.ndarray:
+        """When each granule was last accessed by a thread that this one is not ordered after; NOBODY for never."""
+        times = np.full(touched.shape, NOBODY)
+        for kept in (self.last, *self.others):
+            stamps = kept[touched]
+            late = threads.unordered(stamps)
+            if late.any():
+                times[late] = np.maximum(times[late], time_of(stamps[late]))
+        return times
+
+    def refine(self, factor: int) -> None:
+        """Takes each granule for so many smaller ones."""
+        self.last, *self.others = (np.repeat(stamps, factor) for stamps in (self.last, *self.others))
 
     def _keep(
         self, touched: np.ndarray, stamps: np.ndarray, wanted: np.ndarray, one: np.ndarray, other: np.ndarray
     ) -> None:
         """Keeps the wanted stamps, of accesses by ``one`` thread that are unordered with the ``other``'s."""
         if wanted.any():
+            self.others = self.others or [np.full_like(self.last, NOBODY) for _ in range(2)]
             one_warp = thread_of(one) // WARP_SIZE == thread_of(other) // WARP_SIZE
-            for kept, which in ((self.other_lane, wanted & one_warp), (self.other_warp, wanted & ~one_warp)):
+            for kept, which in zip(self.others, (wanted & one_warp, wanted & ~one_warp), strict=True):
                 kept[touched[which]] = stamps[which]

@@ -2,8 +2,10 @@
 
 Two accesses of different CTAs to one byte, of which one writes, must be ordered by what ``releases`` knows, unless both
 are atomics or strong. A CTA that stores what is there already races, too; threads of one CTA never do here, and a
-launch of one CTA is not looked at. A byte remembers of each kind of access the last, and the last by another CTA where
-unordered with it; strong loads leave nothing behind.
+launch of one CTA is not looked at.
+
+Granules as large as the smallest access so far remember of each kind of access the last, and the last by another CTA
+where unordered with it; strong loads leave nothing behind.
 """
 
 from typing import NamedTuple
@@ -11,35 +13,34 @@ from typing import NamedTuple
 import numpy as np
 
 from .cta_order import NOBODY, stamped, thread_of, time_of
-from .memory import Report, report_first
-from .pages import Pages
+from .memory import LARGEST_ACCESS, Report, report_first
+from .pages import PAGE, PageTable, refined
 from .releases import Releases, is_strong
 from .warp import WARP_SIZE
 
-
-class _Trace:
-    """The stamps of one kind of access to each byte of global memory."""
-
-    def __init__(self) -> None:
-        self.last, self.other_cta = Pages(np.int64, NOBODY), Pages(np.int64, NOBODY)
+KINDS = ("load", "store", "atomic or strong store")
+ELSEWHERE = " of another CTA"
+NO_STAMPS = np.empty((0, PAGE), np.int64)
 
 
 class _Access(NamedTuple):
-    """What some threads are about to do to some bytes ``[threads, bytes]``."""
+    """What some threads are about to do to some granules ``[threads, granules]``, which are here in the pages."""
 
     name: str
     touched: np.ndarray
+    here: tuple[np.ndarray, np.ndarray]
     threads: np.ndarray
     stamps: np.ndarray
     report: Report
 
 
 class GridRaces:
-    """Who loaded, stored and changed each byte of global memory in a launch."""
+    """Who loaded, stored and changed each granule of global memory in a launch."""
 
     def __init__(self, releases: Releases, threads_per_cta: int, num_ctas: int) -> None:
         self.releases, self.threads_per_cta, self.looks = releases, threads_per_cta, num_ctas > 1
-        self.loaded, self.stored, self.changed = _Trace(), _Trace(), _Trace()
+        self.granule, self.table = LARGEST_ACCESS, PageTable()
+        self.stamps: dict[str, np.ndarray] = {}  # by kind, once there are such: pages
 
     def access(
         self, opcode: tuple[str, ...], addresses: np.ndarray, nbytes: int, threads: np.ndarray, report: Report
@@ -49,44 +50,63 @@ class GridRaces:
         strong = name == "atomic" or is_strong(opcode)
         if self.looks:
             now = self.releases.order.now + (np.arange(threads.size) if strong else 0)
-            touched = addresses.astype(np.int64)[:, None] + np.arange(nbytes)
-            self._look(_Access(name, touched, threads, stamped(now, threads)[:, None], report), strong)
+            touched = self._granules(addresses.astype(np.int64), nbytes)
+            here, stamps = self.table.locate(touched, create=True), stamped(now, threads)[:, None]
+            self._look(_Access(name, touched, here, threads, stamps, report), strong)
         if strong:
             self.releases.access(addresses, threads, opcode)
 
-    def _look(self, access: _Access, strong: bool) -> None:
-        self._check(access, self.stored, "store")
-        if access.name != "load":
-            self._check(access, self.loaded, "load")
-        if not strong:
-            self._check(access, self.changed, "atomic or strong store")
-            self._record(access, self.loaded if access.name == "load" else self.stored)
-        elif access.name != "load":
-            self._record(access, self.changed)
+    def _granules(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """Numbers of the granules of every access. A copy may take any number of bytes of those it is aligned to."""
+        unit = nbytes & -nbytes
+        if unit < self.granule:
+            factor, self.granule = self.granule // unit, unit
+            self.table.refine(factor)
+            self.stamps = {name: refined(pages, factor) for name, pages in self.stamps.items()}
+        return (addresses // self.granule)[:, None] + np.arange(nbytes // self.granule)
 
-    def _check(self, access: _Access, trace: _Trace, before: str) -> None:
-        for pages in (trace.last, trace.other_cta):
-            stamps = pages[access.touched]
+    def _look(self, access: _Access, strong: bool) -> None:
+        load, store, atomic = KINDS
+        self._check(access, store)
+        if access.name != "load":
+            self._check(access, load)
+        if not strong:
+            self._check(access, atomic)
+            self._record(access, access.name)
+        elif access.name != "load":
+            self._record(access, atomic)
+
+    def _check(self, access: _Access, before: str) -> None:
+        for name in (before, before + ELSEWHERE):
+            if name not in self.stamps:
+                continue
+            stamps = self._pages(name)[access.here]
             racing = self._unordered(stamps, access)
-            if trace is self.changed:
+            if before == KINDS[-1]:
                 self._forgive_found(racing, stamps, access)
             what = f"race: global {access.name} after an unordered {before} of another CTA"
             report_first(racing.any(axis=1), None, what, access.report)
 
-    def _record(self, access: _Access, trace: _Trace) -> None:
-        before = trace.last[access.touched]
-        self._keep(access, trace, before, self._unordered(before, access))
-        trace.last[access.touched] = np.broadcast_to(access.stamps, access.touched.shape)
-        winner = trace.last[access.touched]  # where threads of this very instruction touch one byte
-        several = self._foreign(winner, access)
-        if trace is self.stored:
+    def _record(self, access: _Access, kind: str) -> None:
+        last, here, own = self._pages(kind), access.here, np.broadcast_to(access.stamps, access.touched.shape)
+        before = last[here]
+        self._keep(access, kind, before, self._unordered(before, access))
+        last[here] = own
+        several = self._foreign(last[here], access)  # where threads of this very instruction touch one granule
+        if kind == "store":
             report_first(several.any(axis=1), None, "race: two CTAs store to one byte at once", access.report)
-        self._keep(access, trace, np.broadcast_to(access.stamps, winner.shape), several)
+        self._keep(access, kind, own, several)
 
-    @staticmethod
-    def _keep(access: _Access, trace: _Trace, stamps: np.ndarray, wanted: np.ndarray) -> None:
+    def _keep(self, access: _Access, kind: str, stamps: np.ndarray, wanted: np.ndarray) -> None:
         if wanted.any():
-            trace.other_cta[access.touched[wanted][:, None]] = stamps[wanted][:, None]
+            places, columns = access.here
+            rows, _ = np.nonzero(wanted)
+            self._pages(kind + ELSEWHERE)[places[rows, 0], columns[wanted]] = stamps[wanted]
+
+    def _pages(self, name: str) -> np.ndarray:
+        """The stamps of that name, to be indexed by what the table says."""
+        self.stamps[name] = self.table.grown(self.stamps.get(name, NO_STAMPS), NOBODY)
+        return self.stamps[name]
 
     def _foreign(self, stamps: np.ndarray, access: _Access) -> np.ndarray:
         """Where a stamp is another CTA's."""
@@ -96,15 +116,19 @@ class GridRaces:
     def _unordered(self, stamps: np.ndarray, access: _Access) -> np.ndarray:
         """Where a stamp is another CTA's and nothing orders this access after it."""
         foreign = self._foreign(stamps, access)
-        for row in np.flatnonzero(foreign.any(axis=1)):
-            known = self.releases.known.get(int(access.threads[row]) // WARP_SIZE)
-            if known is not None:
-                foreign[row] &= time_of(stamps[row]) > known[thread_of(stamps[row]) // WARP_SIZE % known.size]
+        if self.releases.known and foreign.any():
+            warps = access.threads // WARP_SIZE
+            for warp in self.releases.known.keys() & set(warps[foreign.any(axis=1)].tolist()):
+                known, rows = self.releases.known[warp], warps == warp
+                foreign[rows] &= time_of(stamps[rows]) > known[thread_of(stamps[rows]) // WARP_SIZE % known.size]
         return foreign
 
     def _forgive_found(self, racing: np.ndarray, stamps: np.ndarray, access: _Access) -> None:
         """A CTA that has found an atomic's word by one of its own comes after it there: it may reset a counter."""
         for row, column in np.argwhere(racing):
-            byte, cta = int(access.touched[row, column]), int(access.threads[row]) // self.threads_per_cta
+            byte, cta = (
+                int(access.touched[row, column]) * self.granule,
+                int(access.threads[row]) // self.threads_per_cta,
+            )
             visits = [self.releases.visited.get((byte & -size, cta), NOBODY) for size in (2, 4, 8)]
             racing[row, column] = time_of(stamps[row, column]) > max(visits)

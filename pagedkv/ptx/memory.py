@@ -9,6 +9,7 @@ from .arithmetic import UNSIGNED
 
 Report = Callable[[str, int], None]  # says what is wrong, in which of the active threads
 Change = Callable[[int, np.ndarray], Any]  # an active thread and the word it finds, to the word it leaves
+LARGEST_ACCESS = 32  # bytes
 
 
 def words_of(data: np.ndarray, size: int) -> list[np.ndarray]:

@@ -14,29 +14,56 @@ PAGE = 4096  # elements
 GUARD = 1 << 32  # bytes between two buffers that belong to neither
 
 
+class PageTable:
+    """Which pages of an array of any length exist, and where: place 0 stands for all that do not."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}  # by page number
+        self.num_places = 1
+
+    def locate(self, index: np.ndarray, *, create: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Place and element of each index ``[rows, count]``, of which no row leaves a page."""
+        numbers, which = np.unique(index[:, 0] // PAGE, return_inverse=True)
+        for number in numbers.tolist():
+            if create and number not in self.places:
+                self.places[number] = self.num_places
+                self.num_places += 1
+        return np.array([self.places.get(number, 0) for number in numbers.tolist()])[which][:, None], index % PAGE
+
+    def grown(self, pages: np.ndarray, fill: int) -> np.ndarray:
+        """Pages ``[places, PAGE]`` with as many more as it takes, and some to spare."""
+        missing = self.num_places - len(pages)
+        if missing <= 0:
+            return pages
+        return np.concatenate([pages, np.full((max(missing, len(pages)), PAGE), fill, pages.dtype)])
+
+    def refine(self, factor: int) -> None:
+        """Takes each element for so many smaller ones, and each page for as many pages, as ``refined`` does."""
+        old, self.places = self.places, {}
+        for number, place in old.items():
+            self.places |= {number * factor + i: place * factor + i for i in range(factor)}
+        self.num_places *= factor
+
+
+def refined(pages: np.ndarray, factor: int) -> np.ndarray:
+    """Each element so many times."""
+    return np.repeat(pages, factor, axis=1).reshape(-1, PAGE)
+
+
 class Pages:
     """An array that holds ``fill`` wherever nothing was stored. An index is ``[rows, count]``; no row leaves a page."""
 
     def __init__(self, dtype: np.dtype | type, fill: int) -> None:
-        self.fill = fill
-        self.data = np.full((1, PAGE), fill, dtype)  # the first stands for all pages that do not exist
-        self.places: dict[int, int] = {}  # of the others, by page number
+        self.table, self.fill = PageTable(), fill
+        self.data = np.full((1, PAGE), fill, dtype)
 
     def __getitem__(self, index: np.ndarray) -> np.ndarray:
-        if not self.places:
-            return np.full(index.shape, self.fill, self.data.dtype)
-        return self.data[self._places(index), index % PAGE]
+        return self.data[self.table.locate(index, create=False)]
 
     def __setitem__(self, index: np.ndarray, values: np.ndarray) -> None:
-        for number in np.unique(index[:, 0] // PAGE).tolist():
-            self.places.setdefault(number, len(self.places) + 1)
-        while len(self.data) <= len(self.places):
-            self.data = np.concatenate([self.data, np.full_like(self.data, self.fill)])
-        self.data[self._places(index), index % PAGE] = values
-
-    def _places(self, index: np.ndarray) -> np.ndarray:
-        numbers, which = np.unique(index[:, 0] // PAGE, return_inverse=True)
-        return np.array([self.places.get(number, 0) for number in numbers.tolist()])[which][:, None]
+        here = self.table.locate(index, create=True)
+        self.data = self.table.grown(self.data, self.fill)
+        self.data[here] = values
 
 
 class SparseBuffer:
