@@ -97,6 +97,22 @@ def test_atomics_and_copies_are_counted_apart():
     assert traffic(body, "shared copy").units == 4
 
 
+def test_generic_addresses_are_counted_by_the_memory_they_name():
+    """The same three instructions on shared memory in even threads, on global memory in odd ones."""
+    body = "row[t] = 0; float* p = in[t] > 64 ? out + t + 1 : t % 2 ? out + t : row + t; *p += 1; atomicAdd(p, 0.5f);"
+    requests_and_units = {
+        "global load": (2, 8),  # of in[t] and of *p
+        "shared load": (1, 1),
+        "global store": (1, 4),
+        "shared store": (2, 2),  # to row[t] and to *p
+        "global atomic": (1, 4),
+        "shared atomic": (1, 1),
+    }
+    for kind, wanted in requests_and_units.items():
+        counted = traffic(body, kind)
+        assert (counted.requests, counted.units) == wanted, kind
+
+
 def test_instructions_by_line_lanes_and_class():
     code = f"{HEAD}\n  if (t < 8)\n    out[t] = in[t] * 2.0f;\n}}\n"
     counters = launch(code, aligned(64), aligned(64), threads=64, counted=True)

@@ -76,6 +76,26 @@ CASES = {
         "__syncthreads();",
         "race: shared read after an unordered atomic",
     ),
+    "read after its own atomic that another's follows": (
+        "row[t] = in[t]; __syncthreads(); atomicAdd(row + t / 2, 1.0f); if (t % 2 == @) out[t] = row[t / 2];",
+        "0",
+        "1",
+        "race: shared read after an unordered atomic",
+    ),
+    "write after an atomic that its own does not follow": (
+        "row[t] = in[t]; __syncthreads(); atomicAdd(row + t / 32 * 32, 1.0f); if (t == 31) row[@] = 7;",
+        "32",
+        "0",
+        "race: shared write after an unordered atomic",
+    ),
+    "write of a part of what another reads": (
+        "if (t < 16) reinterpret_cast<float4*>(row)[t] = float4{1, 2, 3, 4}; __syncthreads(); "
+        "float4 x = reinterpret_cast<float4*>(row)[t / 32]; "
+        "if (t == 32) row[@] = 1; out[t] = x.x + x.y + x.z + x.w;",
+        "3",
+        "8",
+        "race: shared write after an unordered read",
+    ),
     "atomic after an unordered write": (
         "row[t] = in[t]; @ atomicAdd(row + t / 2, 1.0f); __syncthreads(); out[t] = row[t];",
         "",

@@ -43,6 +43,20 @@ CASES = {
         "cta",
         "race: two CTAs store to one byte at once",
     ),
+    "store of a part of what another CTA loads": (
+        "const float4 x = reinterpret_cast<float4*>(part)[cta]; out[cta * 64 + t] = x.x + x.y + x.z + x.w; "
+        "if (cta == 3 && t == 0) reinterpret_cast<short*>(part)[@] = 1;",
+        "23",
+        "24",
+        "race: global store after an unordered load of another CTA",
+    ),
+    "load of what another CTA stores a part of": (
+        "if (t < 4) part[cta * 4 + t] = 1; __syncthreads(); if (cta == 1) "
+        "reinterpret_cast<float4*>(out)[t] = reinterpret_cast<float4*>(part)[@];",
+        "2",
+        "1",
+        "race: global load after an unordered store of another CTA",
+    ),
     "store after a store": (
         "if (cta == 1) out[t] = 1; __syncthreads(); if (cta == 2) out[t + @] = 2;",
         "0",

@@ -125,6 +125,13 @@ CASES = {
         "64",
         "barrier for which warps give different numbers of threads",
     ),
+    "flag that is read plainly by one who has not found it": (
+        "volatile float* flag = row; if (t == 0) row[0] = 0; __syncthreads(); if (t == 63) atomicExch(row, 7.0f); "
+        "if (t < 2) {while (*flag != 7);} if (t == @) out[t] = row[0];",
+        "2",
+        "1",
+        "race: shared read after an unordered atomic",
+    ),
     "lock without a fence": (
         f"{LOCK} if (t % 16 == 0) {{{TAKE}row[0] += 1;@atomicExch(&lock, 0);}} __syncthreads(); out[t] = row[0];",
         "",
@@ -173,6 +180,7 @@ VALUES = {
         f"{GROUP} int same; const unsigned all = __match_all_sync(mask, t / 12, &same); out[t] = same + (all == mask);",
         np.where([len({i // 12 for i in range(t // 8 * 8, t // 8 * 8 + 8)}) == 1 for t in T], 2, 0),
     ),
+    "sum": (f"{GROUP} out[t] = __reduce_add_sync(mask, t);", T // 8 * 64 + 28),
     "lanes that run together": (
         'unsigned m; if (t % 4 == 1) { asm volatile("activemask.b32 %0;" : "=r"(m)); out[t] = m & 0xff; } '
         "else out[t] = 0;",

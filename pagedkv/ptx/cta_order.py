@@ -78,8 +78,6 @@ class CtaOrder:
 
     def unordered(self, stamps: np.ndarray, threads: np.ndarray) -> np.ndarray:
         """Where a stamp ``[threads, granules]`` of the same CTA is another thread's that it is not ordered after."""
-        if time_of(stamps.max()) <= self.seen[threads // WARP_SIZE].min():  # most often: a barrier came after all
-            return np.zeros(stamps.shape, np.bool_)
         time, other, mine = time_of(stamps), thread_of(stamps), threads[:, None]
         late = (time > self.seen[mine // WARP_SIZE, other // WARP_SIZE % self.warps_per_cta]) & (other != mine)
         if self.lanes_seen is not None and late.any():
@@ -91,11 +89,12 @@ class CtaOrder:
 class Threads:
     """Some threads of a launch: their numbers in the grid, their CTAs, the order they live in and their stamps now."""
 
-    __slots__ = ("cta", "index", "order", "stamps")
+    __slots__ = ("cta", "index", "order", "settled", "stamps")
 
     def __init__(self, index: np.ndarray, cta: np.ndarray, order: CtaOrder) -> None:
         self.index, self.cta, self.order = index, cta, order
         self.stamps = stamped(order.now, index)
+        self.settled = order.seen[index // WARP_SIZE].min()  # up to this time all accesses are ordered with all of them
 
     def in_turn(self) -> "Threads":
         """The same, each a moment after the one before it."""
@@ -103,8 +102,12 @@ class Threads:
         threads.stamps = stamped(self.order.now + np.arange(self.index.size), self.index)
         return threads
 
-    def unordered(self, stamps: np.ndarray) -> np.ndarray:
-        return self.order.unordered(stamps, self.index)
+    def unordered(self, stamps: np.ndarray) -> np.ndarray | None:
+        """Where a stamp ``[threads, granules]`` is of an access that its thread is not ordered after; None: nowhere."""
+        if time_of(stamps.max()) <= self.settled:
+            return None
+        late = self.order.unordered(stamps, self.index)
+        return late if late.any() else None
 
 
 class Accesses:
@@ -113,25 +116,31 @@ class Accesses:
     def __init__(self, count: int) -> None:
         self.last = np.full(count, NOBODY)
         self.others: list[np.ndarray] = []  # by another lane, and by another warp
+        self.happened = False
 
     def record(self, touched: np.ndarray, threads: Threads) -> np.ndarray:
         """Threads access granules ``[threads, granules]``. Where another of them accesses the same one and counts."""
-        before, own = self.last[touched], np.broadcast_to(threads.stamps[:, None], touched.shape)
+        before, own = self.last[touched], threads.stamps[:, None]
         self._keep(touched, before, threads.unordered(before), before, own)
-        self.last[touched] = own
+        self.last[touched], self.happened = own, True
         winner = self.last[touched]
         lost = winner != own
-        self._keep(touched, own, lost, winner, own)
+        if lost.any():
+            self._keep(touched, np.broadcast_to(own, lost.shape), lost, winner, own)
         return lost
 
-    def unordered(self, touched: np.ndarray, threads: Threads) -> np.ndarray:
-        """When each granule was last accessed by a thread that this one is not ordered after; NOBODY for never."""
-        times = np.full(touched.shape, NOBODY)
-        for kept in (self.last, *self.others):
+    def unordered(self, touched: np.ndarray, threads: Threads) -> np.ndarray | None:
+        """When each granule was last accessed by a thread that this one is not ordered after; NOBODY for never.
+
+        None if that holds for all of them.
+        """
+        times = None
+        for kept in (self.last, *self.others) if self.happened else ():
             stamps = kept[touched]
             late = threads.unordered(stamps)
-            if late.any():
-                times[late] = np.maximum(times[late], time_of(stamps[late]))
+            if late is not None:
+                found = np.where(late, time_of(stamps), NOBODY)
+                times = found if times is None else np.maximum(times, found)
         return times
 
     def refine(self, factor: int) -> None:
@@ -139,10 +148,10 @@ class Accesses:
         self.last, *self.others = (np.repeat(stamps, factor) for stamps in (self.last, *self.others))
 
     def _keep(
-        self, touched: np.ndarray, stamps: np.ndarray, wanted: np.ndarray, one: np.ndarray, other: np.ndarray
+        self, touched: np.ndarray, stamps: np.ndarray, wanted: np.ndarray | None, one: np.ndarray, other: np.ndarray
     ) -> None:
         """Keeps the wanted stamps, of accesses by ``one`` thread that are unordered with the ``other``'s."""
-        if wanted.any():
+        if wanted is not None:
             self.others = self.others or [np.full_like(self.last, NOBODY) for _ in range(2)]
             one_warp = thread_of(one) // WARP_SIZE == thread_of(other) // WARP_SIZE
             for kept, which in zip(self.others, (wanted & one_warp, wanted & ~one_warp), strict=True):

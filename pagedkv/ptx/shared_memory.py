@@ -126,12 +126,14 @@ class SharedMemory:
         touched: np.ndarray, threads: Threads, what: str, before: dict[str, Accesses], report: Report
     ) -> None:
         for kind, accesses in before.items():
-            racing = (accesses.unordered(touched, threads) > NOBODY).any(axis=1)
-            report_first(racing, None, f"race: shared {what} after an unordered {kind}", report)
+            times = accesses.unordered(touched, threads)
+            if times is not None:
+                racing = (times > NOBODY).any(axis=1)
+                report_first(racing, None, f"race: shared {what} after an unordered {kind}", report)
 
     def _check_atomics(self, touched: np.ndarray, threads: Threads, what: str, report: Report) -> None:
         times = self.changer.unordered(touched, threads)
-        for row, column in np.argwhere(times > NOBODY):
+        for row, column in () if times is None else np.argwhere(times > NOBODY):
             byte, thread = int(touched[row, column]) * self.granule, int(threads.index[row])
             if times[row, column] > self.found.get((byte, thread), NOBODY):
                 report(f"race: shared {what} after an unordered atomic", row)
