@@ -74,7 +74,7 @@ class Machine:
         self.copies = AsyncCopies(count)
         self.order = CtaOrder(count, threads)
         self.releases = Releases(self.order)
-        self.races = GridRaces(self.releases, threads, self.num_ctas)
+        self.races = GridRaces(self.releases, threads, self.num_ctas, self.memory.bases)
         self.schedule, self.barriers = Schedule(count), Barriers(self.num_ctas, threads)
         self.steps, self.step_limit = 0, step_limit
 
