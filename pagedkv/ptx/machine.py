@@ -58,25 +58,27 @@ class Machine:
         threads = math.prod(block)
         if threads % WARP_SIZE:
             raise ValueError(f"threads: expected a multiple of {WARP_SIZE}, got {threads}")
-        self.kernel, self.threads_per_cta, self.counters = kernel, threads, counters
-        self.num_ctas = math.prod(grid)
+        self.kernel, self.counters, self.steps, self.step_limit = kernel, counters, 0, step_limit
+        # threads
+        self.num_ctas, self.threads_per_cta = math.prod(grid), threads
         count = self.num_ctas * threads
         self.cta = np.arange(count) // threads  # its place in the order of CTAs
         ctas = np.arange(self.num_ctas)
         self.cta_numbers = ctas if seed is None else np.random.default_rng(seed).permutation(ctas)
+        self.schedule, self.barriers = Schedule(count), Barriers(self.num_ctas, threads)
+        # registers
         self.special = _special_registers(grid, block, np.arange(count) % threads, self.cta_numbers[self.cta])
         types = kernel.registers.items()
         self.registers = {name: np.zeros(count, storage_type(kind)) for name, kind in types}
+        # memory
         self.params = np.frombuffer(params.ljust(kernel.param_bytes, b"\0"), np.uint8)
-        self.memory = GlobalMemory(arrays)
+        self.memory, self.copies = GlobalMemory(arrays), AsyncCopies(count)
         self.shared = SharedMemory(self.num_ctas, kernel.memory_bytes["shared"] + dynamic_shared)
         self.local = LocalMemory(count, kernel.memory_bytes["local"])
-        self.copies = AsyncCopies(count)
+        # order of accesses
         self.order = CtaOrder(count, threads)
         self.releases = Releases(self.order)
         self.races = GridRaces(self.releases, threads, self.num_ctas, self.memory.bases)
-        self.schedule, self.barriers = Schedule(count), Barriers(self.num_ctas, threads)
-        self.steps, self.step_limit = 0, step_limit
 
     def run(self) -> None:
         """Runs the grid to its end; Fault if the kernel breaks a rule."""
