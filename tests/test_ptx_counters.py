@@ -60,7 +60,7 @@ def test_lanes_that_are_off_ask_for_nothing():
 
 
 def test_warps_ask_apart():
-    assert traffic("out[t] = in[t];", "global load", threads=64, grid=2) == Traffic(4, 16, 16, 512, 4)
+    assert traffic("out[blockIdx.x * 64 + t] = in[t];", "global load", threads=64, grid=2) == Traffic(4, 16, 16, 512, 4)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,22 @@ def test_atomics_and_copies_are_counted_apart():
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16; cp.async.wait_all;" ::"r"(to), "l"(in + 4 * t));"""
     assert traffic(body, "global copy") == Traffic(1, 16, 16, 512, 1)
     assert traffic(body, "shared copy").units == 4
+
+
+def test_generic_addresses_are_counted_by_the_memory_they_name():
+    """The same three instructions on shared memory in even threads, on global memory in odd ones."""
+    body = "row[t] = 0; float* p = in[t] > 64 ? out + t + 1 : t % 2 ? out + t : row + t; *p += 1; atomicAdd(p, 0.5f);"
+    requests_and_units = {
+        "global load": (2, 8),  # of in[t] and of *p
+        "shared load": (1, 1),
+        "global store": (1, 4),
+        "shared store": (2, 2),  # to row[t] and to *p
+        "global atomic": (1, 4),
+        "shared atomic": (1, 1),
+    }
+    for kind, wanted in requests_and_units.items():
+        counted = traffic(body, kind)
+        assert (counted.requests, counted.units) == wanted, kind
 
 
 def test_instructions_by_line_lanes_and_class():

@@ -5,7 +5,7 @@ Each case is a kernel with one planted fault, in the line marked FAULT, and the 
 
 import numpy as np
 import pytest
-from small_kernels import HEAD, launch, run
+from small_kernels import check_planted, launch
 
 from pagedkv.ptx.faults import Fault
 
@@ -75,6 +75,26 @@ CASES = {
         "",
         "__syncthreads();",
         "race: shared read after an unordered atomic",
+    ),
+    "read after its own atomic that another's follows": (
+        "row[t] = in[t]; __syncthreads(); atomicAdd(row + t / 2, 1.0f); if (t % 2 == @) out[t] = row[t / 2];",
+        "0",
+        "1",
+        "race: shared read after an unordered atomic",
+    ),
+    "write after an atomic that its own does not follow": (
+        "row[t] = in[t]; __syncthreads(); atomicAdd(row + t / 32 * 32, 1.0f); if (t == 31) row[@] = 7;",
+        "32",
+        "0",
+        "race: shared write after an unordered atomic",
+    ),
+    "write of a part of what another reads": (
+        "if (t < 16) reinterpret_cast<float4*>(row)[t] = float4{1, 2, 3, 4}; __syncthreads(); "
+        "float4 x = reinterpret_cast<float4*>(row)[t / 32]; "
+        "if (t == 32) row[@] = 1; out[t] = x.x + x.y + x.z + x.w;",
+        "3",
+        "8",
+        "race: shared write after an unordered read",
     ),
     "atomic after an unordered write": (
         "row[t] = in[t]; @ atomicAdd(row + t / 2, 1.0f); __syncthreads(); out[t] = row[t];",
@@ -170,22 +190,9 @@ CASES = {
 }
 
 
-def fault_line(body):
-    return HEAD.count("\n") + 1 + body[: body.index("@")].count("\n")
-
-
 @pytest.mark.parametrize(("body", "fault", "right", "what"), CASES.values(), ids=CASES.keys())
 def test_a_planted_fault_is_reported_at_its_line(body, fault, right, what):
-    # Statements get a line each, so that the line says which of them is at fault.
-    body = body.replace("; ", ";\n  ")
-    if fault == "":  # a missing barrier shows at the access after it
-        body = body.replace("@ ", "@")
-    with pytest.raises(Fault, match=what) as caught:
-        run(body.replace("@", fault))
-    assert caught.value.line.file == "planted.cu"
-    assert caught.value.line.number == fault_line(body)
-    assert caught.value.cta == 0
-    run(body.replace("@", right))
+    check_planted(body, fault, right, what)
 
 
 def test_inlined_code_is_told_by_its_own_line():

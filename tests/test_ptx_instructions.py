@@ -333,20 +333,6 @@ def test_right_kernels_give_no_report(body):
     np.testing.assert_array_equal(run(body), np.full(64, 3, np.float32))
 
 
-@pytest.mark.parametrize(
-    ("body", "what"),
-    [
-        ("if (t % 32 < 16) __syncwarp(0xffff);", "mask of less than a warp"),
-        ("out[t] = __shfl_xor_sync(0x0000ffffu, t, 1);", "mask of less than a warp"),
-        ("row[t] = 0; const float* from = in[0] > 0 ? row : in; out[t] = from[t];", "generic address of shared memory"),
-        ('asm volatile("bar.sync 1, 32;");', "named barrier"),
-    ],
-)
-def test_what_is_not_known_is_refused(body, what):
-    with pytest.raises(UnknownInstruction, match=what):
-        run(body, np.ones(64, np.float32))
-
-
 def test_grid_and_cta_of_three_extents():
     code = """template <int UNUSED>
 __global__ void kernel(int* out) {

@@ -19,7 +19,8 @@ UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOAT = {16: np.float16, 32: np.float32, 64: np.float64}
 TINY = np.finfo(np.float32).tiny
-SHARED_WINDOW = 1 << 62  # where shared memory lies among generic addresses
+WINDOWS = {"shared": 3 << 61, "local": 1 << 62}  # where memory that is not global lies among generic addresses
+WINDOW_REACH = 1 << 40
 LARGEST_DIVISOR = np.float32(2.0**126)  # of div.approx
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the only one that arithmetic makes
 
@@ -171,10 +172,12 @@ def larger(x: Any, y: Any) -> Any:
 
 
 def _cvta(opcode: Opcode, x: Any) -> Any:
-    if "shared" not in opcode:
-        return x
-    window = numpy_type(opcode[-1])(SHARED_WINDOW)
-    return x - window if "to" in opcode else x + window
+    """An offset in shared or local memory as a generic address, or ``to`` an offset again."""
+    for space, address in WINDOWS.items():
+        if space in opcode:
+            window = numpy_type(opcode[-1])(address)
+            return x - window if "to" in opcode else x + window
+    return x
 
 
 def _by_operator(function: Handler) -> Handler:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Copies(NamedTuple):
-    """Copies that one instruction started: thread, its group, bytes of shared memory, and what will be in them."""
+    """Copies that one instruction started: thread, its group, where in shared memory, and what will be there."""
 
     thread: np.ndarray
     group: np.ndarray
-    touched: np.ndarray
+    starts: np.ndarray
     data: np.ndarray
 
     def pick(self, chosen: np.ndarray) -> "Copies":
@@ -53,7 +53,7 @@ def async_copy(machine: "Machine", instruction: Instruction, threads: np.ndarray
     elif "wait_group" in parts or "wait_all" in parts:
         younger = instruction.operands[0].bits if instruction.operands else None
         for arrived in copies.arrived(threads, younger):
-            machine.shared.end_copy(arrived.touched, arrived.data, machine.accessors(arrived.thread))
+            machine.shared.end_copy(arrived.starts, arrived.data, machine.accessors(arrived.thread))
     else:
         _start(machine, instruction, threads)
 
@@ -68,11 +68,13 @@ def _start(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
         report("cp.async that reads more than it writes", int(np.argmax(wanted > size)))
     for count in np.unique(wanted[wanted > 0]):
         lanes = np.flatnonzero(wanted == count)
-        data[lanes, :count] = machine.memory.read(addresses[lanes], int(count), size, machine.reporter(threads[lanes]))
+        here = addresses[lanes], int(count)
+        data[lanes, :count] = machine.memory.read(*here, size, machine.reporter(threads[lanes]))
+        machine.races.access(instruction.opcode, *here, threads[lanes], machine.reporter(threads[lanes]))
     read = wanted > 0
     if read.any():
         machine.count_global(addresses[read], size, threads[read], "copy")
     offsets = machine.addresses(target, "u32", threads).astype(np.int64)
-    touched = machine.shared.begin_copy(offsets, size, machine.accessors(threads), report)
+    starts = machine.shared.begin_copy(offsets, size, machine.accessors(threads), report)
     machine.count_shared(offsets, size, threads, "copy")
-    machine.copies.in_flight.append(Copies(threads, machine.copies.committed[threads], touched, data))
+    machine.copies.in_flight.append(Copies(threads, machine.copies.committed[threads], starts, data))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arithmetic import bits_of, flushed, numpy_type
-from .moves import global_addresses
+from .memory import Change
+from .moves import by_space
 from .parse import Instruction
 
 if TYPE_CHECKING:
@@ -34,24 +35,34 @@ def atomic(machine: "Machine", instruction: Instruction, threads: np.ndarray) ->
     target, address, *sources = (
         instruction.operands if instruction.opcode[0] == "atom" else [None, *instruction.operands]
     )
-    kind, report = instruction.type, machine.reporter(threads)
-    wanted, size = numpy_type(kind), bits_of(kind) // 8
+    kind = instruction.type
+    size = bits_of(kind) // 8
+    for space, some, addresses in by_space(machine, instruction, address, threads):
+        values = [np.broadcast_to(machine.value(source, kind, some), some.shape) for source in sources]
+        change, report = _change(instruction, space, values), machine.reporter(some)
+        if space == "shared":
+            accessors = machine.accessors(some)
+            before = machine.shared.atomic(addresses, size, change, accessors, report)
+            words = machine.shared.words(addresses, accessors)
+            machine.releases.access(words, some, instruction.opcode)
+            machine.count_shared(addresses, size, some, "atomic")
+        else:
+            before = machine.memory.atomic(addresses, size, change, report)
+            machine.races.access(instruction.opcode, addresses, size, some, report)
+            machine.count_global(addresses, size, some, "atomic")
+        if target is not None:
+            machine.set(target, before.view(numpy_type(kind)), some)
+
+
+def _change(instruction: Instruction, space: str, values: list[np.ndarray]) -> Change:
+    """What the instruction does to a word for one of the threads that have these values."""
+    wanted = numpy_type(instruction.type)
     (name,) = [part for part in instruction.opcode[1:] if part in OPERATIONS]
-    values = [np.broadcast_to(machine.value(source, kind, threads), threads.shape) for source in sources]
     # A float32 sum flushes subnormal numbers on global memory, not on shared memory.
-    flush = flushed if kind == "f32" and name == "add" and "shared" not in instruction.opcode else np.asarray
+    flush = flushed if instruction.type == "f32" and name == "add" and space == "global" else np.asarray
 
     def change(thread: int, word: np.ndarray) -> Any:
         old = word.view(wanted)[0]
         return flush(OPERATIONS[name](flush(old)[()], *(flush(value[thread])[()] for value in values))).astype(wanted)
 
-    if "shared" in instruction.opcode:
-        offsets = machine.addresses(address, "u32", threads).astype(np.int64)
-        before = machine.shared.atomic(offsets, size, change, machine.accessors(threads), report)
-        machine.count_shared(offsets, size, threads, "atomic")
-    else:
-        addresses = global_addresses(machine, address, threads)
-        before = machine.memory.atomic(addresses, size, change, report)
-        machine.count_global(addresses, size, threads, "atomic")
-    if target is not None:
-        machine.set(target, before.view(wanted), threads)
+    return change

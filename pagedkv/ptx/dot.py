@@ -54,10 +54,11 @@ def dot_of_bytes(a: np.ndarray, b: np.ndarray, c: np.ndarray, adder: Adder) -> n
 
 
 def _add(products: np.ndarray, exponents: np.ndarray, c: np.ndarray, fraction_bits: int) -> np.ndarray:
-    """One step. An infinite term or a NaN stays what it is through all of it."""
+    """One step, in which ``products`` is used up. An infinite term or a NaN stays what it is through all of it."""
     place = np.maximum(exponents.max(axis=-3), _exponents(c)) - fraction_bits  # of the last bit that is kept
     up, down = np.ldexp(1.0, -place), np.ldexp(1.0, place)
-    cut = np.trunc(products * up[..., None, :, :]).sum(axis=-3) + np.trunc(c * up)
+    products *= up[..., None, :, :]
+    cut = np.trunc(products, out=products).sum(axis=-3) + np.trunc(c * up)
     total = toward_zero(cut * down)
     return np.where(np.isnan(total), NAN, total)
 

@@ -1,8 +1,7 @@
 """The machine: all threads of a grid run one instruction at a time, those whose turn it is.
 
-Each thread has a program counter. The scheduler takes the lowest one and runs on with the threads that stand there
-until they branch, wait or reach a point where others may join them: threads that went apart at a branch therefore meet
-again at its end, as they do on the device. A register is an array with one element per thread of the grid.
+It runs on with them until they branch, wait or reach a point where others may join them. A register is an array with
+one element per thread of the grid.
 """
 
 import math
@@ -16,15 +15,22 @@ from . import collectives, moves, tensor, warp
 from .arithmetic import bits_of, numpy_type
 from .async_copy import AsyncCopies, async_copy
 from .atomics import atomic
+from .barriers import Barriers, barrier
 from .counters import Counters
+from .cta_order import CtaOrder, Threads
 from .faults import Fault, UnknownInstruction
+from .global_memory import GlobalMemory
+from .grid_races import GridRaces
 from .instructions import handler_of
-from .memory import GlobalMemory, LocalMemory, SharedMemory, Threads
+from .local_memory import LocalMemory
 from .operands import constant_value, source_types, storage_type
 from .parse import Address, Constant, Instruction, Kernel, Register, Special, Symbol
+from .releases import Releases
+from .schedule import AT_BARRIER, AT_WARP, DONE, RUNNING, Schedule
+from .shared_memory import SharedMemory
 from .warp import WARP_SIZE
 
-RUNNING, AT_BARRIER, AT_WARP, DONE = range(4)
+STEP_LIMIT = 5_000_000  # instructions of a launch, each for all threads whose turn it is: tens of seconds
 
 
 class Machine:
@@ -32,7 +38,8 @@ class Machine:
 
     ``grid`` and the ``threads`` of a CTA have up to three extents. A seed draws the order of the CTAs; without one they
     run in the order of the grid. ``dynamic_shared`` is the extent in bytes of the shared memory that the kernel
-    declares ``extern``; ``counters`` are filled where there are some.
+    declares ``extern``; ``counters`` are filled where there are some. A loop that goes on after ``step_limit`` steps of
+    the machine counts as one that never ends.
     """
 
     def __init__(
@@ -45,51 +52,53 @@ class Machine:
         seed: int | None = None,
         dynamic_shared: int = 0,
         counters: Counters | None = None,
+        step_limit: int = STEP_LIMIT,
     ) -> None:
         block = threads if isinstance(threads, tuple) else (threads,)
         threads = math.prod(block)
         if threads % WARP_SIZE:
             raise ValueError(f"threads: expected a multiple of {WARP_SIZE}, got {threads}")
-        self.kernel, self.threads_per_cta, self.counters = kernel, threads, counters
-        self.num_ctas = math.prod(grid)
+        self.kernel, self.counters, self.steps, self.step_limit = kernel, counters, 0, step_limit
+        # threads
+        self.num_ctas, self.threads_per_cta = math.prod(grid), threads
         count = self.num_ctas * threads
         self.cta = np.arange(count) // threads  # its place in the order of CTAs
         ctas = np.arange(self.num_ctas)
-        self.order = ctas if seed is None else np.random.default_rng(seed).permutation(ctas)
-        self.special = _special_registers(grid, block, np.arange(count) % threads, self.order[self.cta])
+        self.cta_numbers = ctas if seed is None else np.random.default_rng(seed).permutation(ctas)
+        self.schedule, self.barriers = Schedule(count), Barriers(self.num_ctas, threads)
+        # registers
+        self.special = _special_registers(grid, block, np.arange(count) % threads, self.cta_numbers[self.cta])
         types = kernel.registers.items()
         self.registers = {name: np.zeros(count, storage_type(kind)) for name, kind in types}
+        # memory
         self.params = np.frombuffer(params.ljust(kernel.param_bytes, b"\0"), np.uint8)
-        self.memory = GlobalMemory(arrays)
+        self.memory, self.copies = GlobalMemory(arrays), AsyncCopies(count)
         self.shared = SharedMemory(self.num_ctas, kernel.memory_bytes["shared"] + dynamic_shared)
         self.local = LocalMemory(count, kernel.memory_bytes["local"])
-        self.copies = AsyncCopies(count)
-        self.pc, self.state = np.zeros(count, np.int64), np.full(count, RUNNING)
-        self.cta_epoch, self.warp_epoch = np.zeros(self.num_ctas, np.int64), np.zeros(count // WARP_SIZE, np.int64)
+        # order of accesses
+        self.order = CtaOrder(count, threads)
+        self.releases = Releases(self.order)
+        self.races = GridRaces(self.releases, threads, self.num_ctas, self.memory.bases)
 
     def run(self) -> None:
         """Runs the grid to its end; Fault if the kernel breaks a rule."""
-        join_points = self.kernel.join_points
+        join_points, schedule = self.kernel.join_points, self.schedule
         with np.errstate(all="ignore"):
-            while (self.state != DONE).any():
-                running = self.state == RUNNING
-                if not running.any():
-                    self._open_barriers()
-                    continue
-                at = int(self.pc[running].min())
-                active = np.flatnonzero(running & (self.pc == at))
-                while active.size:
-                    instruction = self.kernel.instructions[at]
-                    self.current = instruction
-                    goes_on = self._step(instruction, active, at)
+            while (turn := schedule.turn()) is not None:
+                at, active = turn
+                goes_on = True
+                while goes_on:
+                    self.current = self.kernel.instructions[at]
+                    goes_on = self._step(self.current, active, at)
                     at += 1
-                    if not goes_on or at in join_points:
+                    if goes_on and at in join_points:
+                        schedule.pc[active] = at
                         break
-                if active.size and goes_on:
-                    self.pc[active] = at
+            self._check_end()
 
     def _step(self, instruction: Instruction, active: np.ndarray, at: int) -> bool:
         """One instruction for some threads; False if they do not go on together to the next."""
+        self.steps += 1
         taking = active
         if instruction.guard is not None:
             register, negated = instruction.guard
@@ -97,8 +106,8 @@ class Machine:
         if self.counters is not None:
             self.counters.issue(instruction, active, taking)
         control = CONTROL.get(instruction.opcode[0])
-        if control is not None and not _is_collective(instruction):
-            self.pc[active] = at + 1
+        if control is not None:
+            self.schedule.pc[active] = at + 1
             control(self, instruction, taking)
             return False
         if not taking.size:
@@ -109,17 +118,11 @@ class Machine:
         return True
 
     def _meet(self, instruction: Instruction, active: np.ndarray, taking: np.ndarray, at: int) -> bool:
-        """Threads at an instruction of the whole warp wait for its others; whole warps execute it."""
-        if instruction.opcode[0] not in tensor.EFFECTS:  # which have no mask: they are the whole warp's
-            warp.check_mask(self, instruction.operands[-1], taking)
-        self.pc[active] = at + 1
-        self.pc[taking], self.state[taking] = at, AT_WARP
-        here = ((self.state == AT_WARP) & (self.pc == at)).reshape(-1, WARP_SIZE).all(axis=1)
-        threads = np.flatnonzero(np.repeat(here, WARP_SIZE))
+        """Threads at an instruction of a warp wait for the lanes they take part with; then they execute it."""
+        threads = self.schedule.meet(at, active, taking, warp.masks_of(self, instruction, taking))
         if threads.size:
             self._execute(instruction, threads)
-            self.pc[threads], self.state[threads] = at + 1, RUNNING
-        return np.array_equal(threads, active)
+        return np.array_equal(threads, active) and bool((self.schedule.state[active] == RUNNING).all())
 
     def _execute(self, instruction: Instruction, threads: np.ndarray) -> None:
         name = instruction.opcode[0]
@@ -197,70 +200,60 @@ class Machine:
     def fault(self, what: str, thread: int) -> None:
         """Ends the launch with a report."""
         cta, local = divmod(thread, self.threads_per_cta)
-        raise Fault(what, self.current.line, int(self.order[cta]), local, self.current.text)
+        raise Fault(what, self.current.line, int(self.cta_numbers[cta]), local, self.current.text)
 
     def accessors(self, threads: np.ndarray) -> Threads:
         """The threads, as shared memory knows them."""
-        return Threads(threads, self.cta[threads], self.cta_epoch, self.warp_epoch)
+        return Threads(threads, self.cta[threads], self.order)
 
-    def _open_barriers(self) -> None:
-        by_cta = self.state.reshape(self.num_ctas, self.threads_per_cta)
-        complete = (by_cta == AT_BARRIER).all(axis=1)
-        if not complete.any():
-            self._report_waiting()
-        at = self.pc.reshape(self.num_ctas, -1, WARP_SIZE)
-        apart = complete & (at != at[:, :, :1]).any(axis=(1, 2))
-        if apart.any():
-            self._report_apart(int(np.argmax(apart)))
-        by_cta[complete] = RUNNING
-        self.cta_epoch[complete] += 1
-        self.warp_epoch.reshape(self.num_ctas, -1)[complete] += 1
-
-    def _report_waiting(self) -> None:
-        """Nobody can go on: some wait for others of their warp, or of their CTA, that went past or came to an end."""
-        for state, back, what in (
-            (AT_WARP, 0, "warp instruction that only part of a warp reaches"),
-            (AT_BARRIER, 1, "barrier that not every thread of the CTA reaches"),
-        ):
-            waiting = np.flatnonzero(self.state == state)
+    def _check_end(self) -> None:
+        """Nobody can go on: all have come to an end, or some wait for others that went past or came to an end."""
+        state, pc = self.schedule.state, self.schedule.pc
+        for waiting, back in ((np.flatnonzero(state == AT_WARP), 0), (np.flatnonzero(state == AT_BARRIER), 1)):
             if waiting.size:
-                self.current = self.kernel.instructions[self.pc[waiting[0]] - back]
-                self.fault(what, int(waiting[0]))
+                first = int(waiting[0])
+                self.current = self.kernel.instructions[pc[first] - back]
+                self.fault(self._what_waits(first), first)
 
-    def _report_apart(self, cta: int) -> None:
-        at = self.pc.reshape(-1, WARP_SIZE)
-        warps = np.flatnonzero((at != at[:, :1]).any(axis=1))
-        thread = int(warps[warps // (self.threads_per_cta // WARP_SIZE) == cta][0]) * WARP_SIZE
-        self.current = self.kernel.instructions[self.pc[thread] - 1]
-        self.fault("barrier at which the threads of a warp are apart", thread)
+    def _what_waits(self, thread: int) -> str:
+        if self.current.opcode[0] not in ("bar", "barrier") or self.current.opcode[1] == "warp":
+            return "warp instruction that only part of a warp reaches"
+        lanes = self.schedule.state[thread // WARP_SIZE * WARP_SIZE :][:WARP_SIZE]
+        if (lanes == AT_WARP).all():
+            return "barrier at which the threads of a warp are apart"
+        return "barrier that not every thread of the CTA reaches"
 
 
 # ---- instructions that are not arithmetic ---------------------------------------------------------------------------
 
 
 def _branch(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    machine.pc[threads] = instruction.target
+    if machine.schedule.jump(threads, instruction.target) and machine.steps > machine.step_limit:
+        machine.fault(f"loop without an end: more than {machine.step_limit} steps", int(threads[0]))
 
 
 def _return(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    machine.state[threads] = DONE
-
-
-def _barrier(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    if len(instruction.operands) != 1 or machine.value(instruction.operands[0], "u32", threads).any():
-        raise UnknownInstruction(f"named barrier in {instruction.text} at {instruction.line}")
-    machine.state[threads] = AT_BARRIER
+    machine.schedule.state[threads] = DONE
 
 
 def _is_collective(instruction: Instruction) -> bool:
-    return instruction.opcode[0] in COLLECTIVES or instruction.opcode[:2] == ("bar", "warp")
+    return instruction.opcode[0] in COLLECTIVES
+
+
+def _bar(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
+    (warp.synchronise if instruction.opcode[1] == "warp" else barrier)(machine, instruction, threads)
 
 
 def _fence(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
-    """Nothing to do: what one thread stores, all others see at once."""
+    """Nothing to store: what one thread stores, all others see at once. But it orders."""
+    machine.releases.fence(threads, instruction.opcode)
 
 
-CONTROL = {"bra": _branch, "ret": _return, "exit": _return, "bar": _barrier, "barrier": _barrier}
+def _sleep(machine: Machine, instruction: Instruction, threads: np.ndarray) -> None:
+    """Nothing to do: threads that jump back give way to others without it."""
+
+
+CONTROL = {"bra": _branch, "ret": _return, "exit": _return}
 EFFECTS = {
     "mov": moves.move,
     "ld": moves.load,
@@ -272,11 +265,13 @@ EFFECTS = {
     "fence": _fence,
     "shfl": warp.shuffle,
     "vote": warp.vote,
-    "bar": warp.synchronise,
+    "bar": _bar,
+    "barrier": _bar,
+    "nanosleep": _sleep,
     **collectives.EFFECTS,
     **tensor.EFFECTS,
 }
-COLLECTIVES = {"shfl", "vote", "match", "redux", *tensor.EFFECTS}
+COLLECTIVES = {"shfl", "vote", "match", "redux", "bar", "barrier", *tensor.EFFECTS}
 
 
 # ---- registers -------------------------------------------------------------------------------------------------------

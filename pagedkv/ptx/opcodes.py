@@ -60,7 +60,7 @@ KNOWN = {
         f"rn rni rzi rmi rpi ftz f16 bf16 f32 u8 s8 {WORDS} | sat ftz f32 | "
         "rn satfinite e4m3x2 e5m2x2 f32 | rn f16x2 bf16x2 f32 | rn f16x2 e4m3x2 e5m2x2"
     ),
-    "cvta": "to global shared u64",
+    "cvta": "to global shared local u64",
     "createpolicy": "fractional L2::evict_first L2::evict_last L2::evict_normal L2::evict_unchanged b64",
     "mov": f"pred f32 f64 {WORDS} {BITS}",
     "ld": f"param nc {MEMORY}",
@@ -73,8 +73,9 @@ KNOWN = {
     "bra": "uni",
     "ret": "uni",
     "exit": "",
-    "bar": "warp cta sync",
-    "barrier": "cta sync aligned",
+    "nanosleep": "u32",
+    "bar": "warp cta sync arrive red popc and or u32 pred",
+    "barrier": "cta sync arrive red popc and or aligned u32 pred",
     "shfl": "sync idx bfly up down b32",
     "vote": "sync all any ballot pred b32",
     "match": "any all sync b32 b64",

@@ -18,7 +18,7 @@ import numpy as np
 from .dot import HOPPER, dot, dot_of_bytes
 from .faults import UnknownInstruction
 from .parse import Instruction
-from .warp import WARP_SIZE, by_warp
+from .warp import WARP_SIZE
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -34,7 +34,7 @@ FORMATS = {
 def load_matrices(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
     """``ldmatrix``: lanes 0 to 7 name and read the rows of the first matrix, 8 to 15 those of the second, and so on."""
     targets, address = instruction.operands
-    readers = by_warp(threads, threads)[:, : 8 * len(targets)].reshape(-1)
+    readers = _by_warp(threads, threads)[:, : 8 * len(targets)].reshape(-1)
     offsets = machine.addresses(address, "u32", readers).astype(np.int64)
     words = machine.shared.load(offsets, 4, 4, machine.accessors(readers), machine.reporter(readers))
     machine.count_shared(offsets, 16, readers, "load")
@@ -48,7 +48,7 @@ def load_matrices(machine: "Machine", instruction: Instruction, threads: np.ndar
 def move_matrix(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
     """``movmatrix``: transposes the matrix in a register."""
     target, source = instruction.operands
-    rows = by_warp(machine.value(source, "u32", threads), threads).reshape(-1, 8, 4)
+    rows = _by_warp(machine.value(source, "u32", threads), threads).reshape(-1, 8, 4)
     machine.set(target, _transposed(rows).reshape(-1), threads)
 
 
@@ -59,7 +59,7 @@ def multiply(machine: "Machine", instruction: Instruction, threads: np.ndarray) 
         raise UnknownInstruction(f"mma that does not add in f32: {instruction.text} at {instruction.line}")
     targets, a, b, c = instruction.operands
     a_matrices, b_matrices = (_matrices(machine, part, threads) for part in (a, b))
-    c_matrices = np.stack([by_warp(machine.value(part, "f32", threads), threads) for part in c], axis=1)
+    c_matrices = np.stack([_by_warp(machine.value(part, "f32", threads), threads) for part in c], axis=1)
     add = dot_of_bytes if a_form in ("e4m3", "e5m2") else dot
     d = add(
         _a_rows(a_matrices).view(FORMATS[a_form]),
@@ -72,6 +72,11 @@ def multiply(machine: "Machine", instruction: Instruction, threads: np.ndarray) 
         machine.set(target, values, threads)
 
 
+def _by_warp(values: object, threads: np.ndarray) -> np.ndarray:
+    """One row of 32 per warp."""
+    return np.broadcast_to(values, threads.shape).reshape(-1, WARP_SIZE)
+
+
 def _transposed(rows: np.ndarray) -> np.ndarray:
     """Matrices of 16-bit numbers, each row four words."""
     return np.ascontiguousarray(rows.view(np.uint16).swapaxes(-1, -2)).view(np.uint32)
@@ -79,7 +84,7 @@ def _transposed(rows: np.ndarray) -> np.ndarray:
 
 def _matrices(machine: "Machine", registers: list, threads: np.ndarray) -> np.ndarray:
     """``[num_warps, num_registers, 8, 4]`` words."""
-    words = [by_warp(machine.value(register, "u32", threads), threads) for register in registers]
+    words = [_by_warp(machine.value(register, "u32", threads), threads) for register in registers]
     return np.stack(words, axis=1).reshape(-1, len(registers), 8, WARP_SIZE // 8)
 
 
