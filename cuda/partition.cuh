@@ -90,6 +90,7 @@ class Schedule {
   __device__ __forceinline__ void find_share() {
     const int32_t lane = threadIdx.x % 32, slice = (params_.num_seqs + 31) / 32;
     int32_t tiles = 0;  // of the sequences of this lane's slice
+#pragma unroll 1
     for (int32_t i = lane * slice; i < min((lane + 1) * slice, params_.num_seqs); i++)
       tiles += keys(i).template num_tiles<TILE_TOKENS>();
     int32_t up_to = tiles;
