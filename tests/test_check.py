@@ -13,7 +13,7 @@ from pagedkv.cli.guarded import GUARD_BYTES, Form, guarded, holding
 from pagedkv.cli.inputs import POISON_BYTE
 from pagedkv.cli.main import main
 from pagedkv.cli.mistakes import WRITE_MISTAKES
-from pagedkv.cli.trial import run_trial
+from pagedkv.cli.trial import Failure, Memory, run_trial
 
 OPS = list(DIMENSIONS)
 WRITES = ["reshape_and_cache", "reshape_and_cache_flash"]
@@ -194,3 +194,27 @@ def test_mistakes_are_dimensions():
     spec = Spec("reshape_and_cache", simplest("reshape_and_cache").values | {"mistake": "no_array"}, 0)
     assert str(spec) == "mistake=no_array,seed=0"
     assert TRIALS[spec.op](spec).mistake is WRITE_MISTAKES["no_array"]
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_lost_ends_the_run(monkeypatch):
+    runs = []
+
+    def lost(trial, backend):
+        runs.append(trial)
+        return Failure("CUDARuntimeError", "CUDARuntimeError: cudaErrorIllegalAddress")
+
+    monkeypatch.setattr("pagedkv.cli.check.run_trial", lost)
+    result = call("merge_attn_states", "--backend", "numpy", "--cases", "5")
+    assert result.exit_code == 1
+    assert "FAILED  merge_attn_states: CUDARuntimeError: cudaErrorIllegalAddress" in result.output
+    assert len(runs) == 1
+
+
+def test_float8_caches_name_their_format_where_arrays_do_not(monkeypatch):
+    monkeypatch.setattr("pagedkv.cli.trial._put", lambda buffer, backend: buffer)
+    for cache, name in (("float8_e5m2", "fp8_e5m2"), ("fp8_e4m3", "fp8_e4m3"), ("auto", "auto")):
+        trial = TRIALS["reshape_and_cache"](simplest("reshape_and_cache", cache=cache))
+        assert Memory(trial.arguments, "cuda").arguments["kv_cache_dtype"] == name

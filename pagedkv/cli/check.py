@@ -134,7 +134,7 @@ def _run_all(specs: Iterator[Spec] | list[Spec], backend: str) -> Report:
         failure = run(spec)
         report.coverage.add(spec)
         if failure is not None:
-            report.failed = shrunk(spec, failure, run)
+            report.failed = shrunk(spec, failure, run) if failure.repeats else (spec, failure)
             break
     return report
 

@@ -14,6 +14,7 @@ from .guarded import Guarded, poisoned_bytes
 from .mistakes import Change
 
 Outputs = dict[str, np.ndarray]
+FORMATS = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}  # what an array's dtype says, as an argument
 NO_CHANGE = "bytes changed that the op may not write"
 
 
@@ -41,6 +42,11 @@ class Failure:
     kind: str
     text: str
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the process can run more cases: a device on which a kernel went astray serves it no more."""
+        return self.kind not in ("CUDARuntimeError", "CUDADriverError")
+
 
 class Memory:
     """The buffers of a trial's arrays, on one backend."""
@@ -51,6 +57,13 @@ class Memory:
         self.buffers = {key: _put(buffer, backend) for key, buffer in self.before.items()}
         arrays = {name: place.within(self.buffers[id(place.buffer)]) for name, place in self.places.items()}
         self.arguments = arguments | arrays
+        if backend == "cuda":
+            self.arguments |= self._named_format()
+
+    def _named_format(self) -> dict[str, str]:
+        """CuPy's uint8 does not carry the format that a float8 cache has."""
+        formats = [FORMATS[place.dtype.name] for place in self.places.values() if place.dtype.name in FORMATS]
+        return {"kv_cache_dtype": formats[0]} if formats else {}
 
     def after(self) -> dict[int, np.ndarray]:
         """What the buffers hold now, in host memory, as copies."""
@@ -111,9 +124,9 @@ def _make_mistake(trial: Trial, memory: Memory) -> Failure | None:
 def _call(trial: Trial, memory: Memory) -> Failure | None:
     try:
         returned = getattr(pagedkv, trial.op)(**memory.arguments)
+        after = memory.after()  # where a device tells what went wrong in a kernel
     except Exception as error:  # whatever it is, a right call must not raise it
         return Failure(type(error).__name__, f"{type(error).__name__}: {first_line(error)}")
-    after = memory.after()
     for comparison in trial.check(_outputs(trial, memory, after, returned)):
         if not comparison.ok:
             return Failure("values", f"{comparison.name}: {comparison.detail}")
