@@ -147,3 +147,5 @@ def test_command_line_runs_anywhere(environment, wheel_metadata, tmp_path, start
     assert f"pagedkv {wheel_metadata['Version']}" in info
     table = environment.run(*command, "run", "reshape_and_cache_flash", "--backend", "numpy", cwd=tmp_path)
     assert "reshape_and_cache_flash" in table
+    checked = environment.run(*command, "check", "--backend", "numpy", "--cases", "12", cwd=tmp_path)
+    assert "12 cases, all right" in checked

@@ -91,8 +91,8 @@ def draw_batch(sizes: Sizes) -> Batch:
     seq_lens = rng.integers(shortest, sizes.context, sizes.seqs, endpoint=True)
     seq_lens[0] = sizes.context
     starts = np.concatenate([[0], np.cumsum(seq_lens)])
-    block_tables, num_blocks = _scattered_tables(rng, seq_lens, sizes.block_size)
-    slots = np.concatenate([*_slots(block_tables, seq_lens, sizes.block_size), [NO_BLOCK]])
+    block_tables, num_blocks = scattered_tables(rng, seq_lens, sizes.block_size)
+    slots = np.concatenate([*slots_of(block_tables, seq_lens, sizes.block_size), [NO_BLOCK]])
     shape = (int(starts[-1]) + PADDING_ROWS, sizes.kv_heads, sizes.head_size)
     key, value = (normal(rng, shape, sizes.dtype) for _ in "kv")
     return Batch(key, value, starts, block_tables, slots, num_blocks)
@@ -103,18 +103,18 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
-def _scattered_tables(rng: np.random.Generator, seq_lens: np.ndarray, block_size: int) -> tuple[np.ndarray, int]:
+def scattered_tables(rng: np.random.Generator, seq_lens: np.ndarray, block_size: int) -> tuple[np.ndarray, int]:
     """Tables over a shuffled pool, and the pool's blocks."""
     counts = [-(-int(seq_len) // block_size) for seq_len in seq_lens]
     num_blocks = sum(counts) + SPARE_BLOCKS
     shuffled = rng.permutation(num_blocks)
-    tables = np.full((len(counts), max(counts) + SPARE_COLUMNS), NO_BLOCK, np.int32)
+    tables = np.full((len(counts), max(counts, default=0) + SPARE_COLUMNS), NO_BLOCK, np.int32)
     for row, count in zip(tables, counts, strict=True):
         row[:count], shuffled = shuffled[:count], shuffled[count:]
     return tables, num_blocks
 
 
-def _slots(block_tables: np.ndarray, seq_lens: np.ndarray, block_size: int) -> list[np.ndarray]:
+def slots_of(block_tables: np.ndarray, seq_lens: np.ndarray, block_size: int) -> list[np.ndarray]:
     """Where the tokens of each sequence go."""
     slots = []
     for table, seq_len in zip(block_tables.astype(np.int64), seq_lens, strict=True):
@@ -172,9 +172,7 @@ def paged(batch: Batch, sizes: Sizes, layout: str) -> tuple[np.ndarray, np.ndarr
     caches = poisoned_caches(sizes, layout, batch.num_blocks)
     for rows, cache, scale in zip((batch.key, batch.value), caches, (K_SCALE, V_SCALE), strict=True):
         stored = reference.encoded(rows[: batch.num_tokens], sizes.kv_cache_dtype, scale)
-        for token, slot in zip(stored, batch.slots[: batch.num_tokens].tolist(), strict=True):
-            target = slot_view(cache, layout, *divmod(slot, sizes.block_size))
-            target[...] = token.reshape(target.shape)
+        put_tokens(cache, layout, sizes.block_size, stored, batch.slots[: batch.num_tokens])
     return caches
 
 
@@ -185,3 +183,10 @@ def aligned(array: np.ndarray) -> np.ndarray:
     copy = buffer[start : start + array.nbytes]
     copy[...] = np.frombuffer(array.tobytes(), np.uint8)
     return copy.view(array.dtype).reshape(array.shape)
+
+
+def put_tokens(cache: np.ndarray, layout: str, block_size: int, tokens: np.ndarray, slots: np.ndarray) -> None:
+    """Puts each token ``[kv_heads, head_size]`` into its slot."""
+    for token, slot in zip(tokens, slots.tolist(), strict=True):
+        target = slot_view(cache, layout, *divmod(slot, block_size))
+        target[...] = token.reshape(target.shape)

@@ -12,6 +12,7 @@ from .errors import Mistake, one_line_errors, unknown
 COMMANDS = {
     "info": ("pagedkv.cli.info:info", "What is here, what is missing, and the command that installs it."),
     "run": ("pagedkv.cli.run:run", "Run ops on random inputs and check every result."),
+    "check": ("pagedkv.cli.check:check", "Run random cases of ops and compare every byte that they write."),
     "compile": ("pagedkv.cli.compile:compile_command", "Compile the kernels; registers, shared memory and spills."),
     "profile": ("pagedkv.cli.profile:profile", "Count what a kernel asks of the hardware, line by line; needs no GPU."),
     "bench": ("pagedkv.cli.bench:bench", "Measure the kernels against what the card allows."),

@@ -41,7 +41,8 @@ Times are medians: on numpy and ptx of a few calls, on cuda of graph replays tha
 """
 
 
-def _known_ops(ctx: click.Context, param: click.Parameter, ops: tuple[str, ...]) -> tuple[str, ...]:
+def known_ops(ctx: click.Context, param: click.Parameter, ops: tuple[str, ...]) -> tuple[str, ...]:
+    """The ops of a command line; Mistake for one that there is not."""
     for op in ops:
         if op not in OPS:
             raise Mistake(unknown("op", op, OPS))
@@ -49,7 +50,7 @@ def _known_ops(ctx: click.Context, param: click.Parameter, ops: tuple[str, ...])
 
 
 @click.command(help=HELP)
-@click.argument("ops", nargs=-1, metavar="[OP]...", callback=_known_ops)
+@click.argument("ops", nargs=-1, metavar="[OP]...", callback=known_ops)
 @click.option("--seqs", type=POSITIVE, metavar="N", help="Sequences.  [default: 8 on numpy, 4 on ptx, 64 on cuda]")
 @click.option(
     "--context",
