@@ -22,6 +22,7 @@ CHAINS = [
     ("cli", "ops", "validate", "problem", "layout", "dtypes"),
     ("cli", "ops", "cuda_ops", "write_plan", "kernels", "params", "dtypes"),
     ("cli", "ops", "ptx_ops", "ptx"),
+    ("compat", "ops", "decode_plan", "kernels"),
     ("cli", "ops", "numpy_ops", "problem"),
     ("cli", "instances", "write_plan"),
     ("cli", "nvrtc", "kernels"),
