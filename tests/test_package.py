@@ -25,6 +25,7 @@ CHAINS = [
     ("compat", "ops", "decode_plan", "kernels"),
     ("cli", "ops", "numpy_ops", "problem"),
     ("cli", "instances", "write_plan"),
+    ("cli", "instances", "decode_plan", "kernels"),
     ("cli", "nvrtc", "kernels"),
 ]
 # Validation knows no backend, and no backend validates arguments or knows another.
