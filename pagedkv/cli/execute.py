@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 import pagedkv
-from pagedkv import nvrtc, validate, write_plan
+from pagedkv import decode_plan, nvrtc, validate, write_plan
 
 from . import machine
 from .cases import Case
@@ -88,13 +89,16 @@ def _get(array: Any, backend: str) -> np.ndarray:
 
 def kernel_instance(op: str, arguments: dict[str, Any], backend: str) -> str | None:
     """The kernel instance that the op chose for these arrays; None where no kernel ran."""
-    choose = {
-        "reshape_and_cache": write_plan.packed_write_instance,
-        "reshape_and_cache_flash": write_plan.flash_write_instance,
-    }.get(op)
-    if backend == "numpy" or choose is None:
+    if backend == "numpy":
         return None
-    return str(choose(validate.cache_write(packed=op == "reshape_and_cache", **arguments)))
+    if op.startswith("paged_attention"):
+        given = signature(getattr(pagedkv, op)).bind(**arguments)
+        given.apply_defaults()
+        problem = validate.paged_attention(**given.arguments, single_pass=op == "paged_attention_v1")
+        return str(decode_plan.decode_instance(problem))
+    packed = op == "reshape_and_cache"
+    choose = write_plan.packed_write_instance if packed else write_plan.flash_write_instance
+    return str(choose(validate.cache_write(packed=packed, **arguments)))
 
 
 def _microseconds(launch: Callable[[], None], backend: str) -> float:
