@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from click.testing import CliRunner
 from pagedkv import dtypes, indices, kernels, layout, numpy_ops, ptx_ops, validate
 from pagedkv.cli.dimensions import DIMENSIONS, parse
 from pagedkv.cli.main import main
+from pagedkv.cli.shrink import shrunk
 from pagedkv.softmax import SoftmaxState
 
 WRITE, FLASH = "reshape_and_cache", "reshape_and_cache_flash"
-DECODE, VARLEN, MERGE = "paged_attention_v2", "flash_attn_varlen_func", "merge_attn_states"
+SINGLE, DECODE = "paged_attention_v1", "paged_attention_v2"
+VARLEN, MERGE = "flash_attn_varlen_func", "merge_attn_states"
 MOST_NAMED = 6  # values of a shrunk case that are not the simplest
 
 
@@ -178,7 +181,7 @@ def plant(tmp_path, monkeypatch):
     folder = tmp_path / "cuda"
     shutil.copytree(kernels.source_folder(), folder)
     monkeypatch.setattr(kernels, "source_folder", lambda: folder)
-    monkeypatch.setattr(ptx_ops, "_kernel", ptx_ops._kernel.__wrapped__)
+    monkeypatch.setattr(ptx_ops, "_kernel", cache(ptx_ops._kernel.__wrapped__))
 
     def replace(file, right, wrong):
         text = (folder / file).read_text(encoding="utf-8")
@@ -215,6 +218,74 @@ KERNEL_FAULTS = {
         ["tokens", "slot_stride"],
     ),
 }
+
+
+WAIT = "wait_for_copies<2 * TILES_AHEAD - 1>();"
+STORE = "store_by_warp<HEAD_SIZE>(partials.at(segment.state(segment.partial, head)), state, acc);"
+DECODE_FAULTS = {
+    "a mask that is off by one": (
+        SINGLE,
+        ("tensor_core_scan.cuh", "!sequence_.sees(position, 1)", "!sequence_.sees(position - 1, 1)"),
+        "",
+        [],
+    ),
+    "a maximum that rises and leaves the sums as they were": (
+        SINGLE,
+        ("tensor_core_scan.cuh", "acc_[f][n][i] *= factors[n][i % 2];", ";"),
+        "out: relative error",
+        ["context"],
+    ),
+    "a window that is not looked at": (
+        SINGLE,
+        ("partition.cuh", "first(window_left < 0 ? 0 : max(0, seq_len - 1 - window_left))", "first(0)"),
+        "",
+        ["left"],
+    ),
+    "slopes of the wrong sign": (
+        SINGLE,
+        ("scores.cuh", "capped - slope *", "capped + slope *"),
+        "relative error",
+        ["alibi"],
+    ),
+    "a sink that counts in every partition": (
+        DECODE,
+        (
+            "paged_attention.cu",
+            STORE,
+            "{ SoftmaxState more = state; if (sinks != nullptr) more.merge({results.sink(head) * LOG2_E, 1.0f}); "
+            + STORE.replace("state, acc", "more, acc")
+            + " }",
+        ),
+        "relative error",
+        ["sinks", "partition"],
+    ),
+    "a merge without the first partition": (
+        DECODE,
+        ("paged_attention.cu", "partials.at(segment.state(i, head))", "partials.at(segment.state(max(i, 1), head))"),
+        "relative error",
+        ["partition"],
+    ),
+    "a warp that does not wait for its lanes' copies": (
+        SINGLE,
+        ("tensor_core_scan.cuh", f"{WAIT}\n    __syncwarp();", WAIT),
+        "Fault: race: shared read",
+        [],
+    ),
+    "one block for both parts of a tile": (
+        SINGLE,
+        ("tensor_core_scan.cuh", "__shfl_sync(WARP, block_, part)", "__shfl_sync(WARP, block_, 0)"),
+        "",
+        ["context"],
+    ),
+}
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize(("op", "fault", "said", "needed"), DECODE_FAULTS.values(), ids=DECODE_FAULTS.keys())
+def test_a_faulty_decode_kernel(plant, monkeypatch, op, fault, said, needed):
+    monkeypatch.setattr("pagedkv.cli.check.shrunk", partial(shrunk, seconds=300))  # to the end, on any machine
+    plant(*fault)
+    check_found(op, "ptx", said, needed)
 
 
 @pytest.mark.ptx
