@@ -24,19 +24,7 @@ struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNE
   using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
 };
 
-// A softmax state with its accumulator in memory.
-struct StoredState {
-  float* acc;  // [head_size]
-  float* max_logit;
-  float* exp_sum;
-
-  __device__ __forceinline__ SoftmaxState state() const { return {*max_logit, *exp_sum}; }
-  __device__ __forceinline__ void set(const SoftmaxState& state) const {
-    *max_logit = state.max_logit, *exp_sum = state.exp_sum;
-  }
-};
-
-// Those of the heads of a warp or of a segment, in shared memory or in the workspace.
+// Softmax states of rows, one per head, in shared memory or in the workspace.
 template <int ROW>
 struct States {
   float* acc;         // [count, ROW]
@@ -48,8 +36,46 @@ struct States {
   __device__ __forceinline__ States(void* memory, int64_t count)
       : acc(static_cast<float*>(memory)), max_logits(acc + count * ROW), exp_sums(max_logits + count) {}
 
-  __device__ __forceinline__ StoredState at(int64_t index) const {
-    return {acc + index * ROW, max_logits + index, exp_sums + index};
+  // Those from one on.
+  __device__ __forceinline__ States(const States& all, int64_t first)
+      : acc(all.acc + first * ROW), max_logits(all.max_logits + first), exp_sums(all.exp_sums + first) {}
+
+  __device__ __forceinline__ SoftmaxState state(int64_t index) const { return {max_logits[index], exp_sums[index]}; }
+  __device__ __forceinline__ void set(int64_t index, const SoftmaxState& state) const {
+    max_logits[index] = state.max_logit, exp_sums[index] = state.exp_sum;
+  }
+};
+
+// The accumulator of one state, spread over a warp: of every 128 numbers each lane holds four that adjoin.
+template <int HEAD_SIZE>
+struct WarpRow {
+  static constexpr int PACKS = (HEAD_SIZE + 127) / 128;
+  float4 packs[PACKS] = {};
+
+  static __device__ __forceinline__ int feature(int pack) { return (pack * 32 + threadIdx.x % 32) * 4; }
+  static __device__ __forceinline__ bool is_there(int pack) { return HEAD_SIZE % 128 == 0 || feature(pack) < HEAD_SIZE; }
+
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      float4& pack = packs[i];
+      pack.x *= factor, pack.y *= factor, pack.z *= factor, pack.w *= factor;
+    }
+  }
+  __device__ __forceinline__ void add(const float* acc, float factor) {
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      if (!is_there(i)) continue;
+      const float4 numbers = *reinterpret_cast<const float4*>(acc + feature(i));
+      float4& pack = packs[i];
+      pack.x += numbers.x * factor, pack.y += numbers.y * factor;
+      pack.z += numbers.z * factor, pack.w += numbers.w * factor;
+    }
+  }
+  __device__ __forceinline__ void store(float* acc) const {
+#pragma unroll
+    for (int i = 0; i < PACKS; i++)
+      if (is_there(i)) *reinterpret_cast<float4*>(acc + feature(i)) = packs[i];
   }
 };
 
@@ -73,23 +99,20 @@ struct Results {
         first_head(segment.first_head),
         params(params) {}
 
-  // By a warp, as merge_by_warp leaves them.
   template <int HEAD_SIZE>
-  __device__ __forceinline__ void write(int head, SoftmaxState state, const float4 (&acc)[(HEAD_SIZE + 127) / 128]) const {
+  __device__ __forceinline__ void write(int head, SoftmaxState state, const WarpRow<HEAD_SIZE>& row) const {
     float factor = v_scale;
     if (sinks != nullptr) factor *= state.merge({sink(head) * LOG2_E, 1.0f}).x;
     factor *= state.normalizer();
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
-      const int feature = (j * 32 + lane) * 4;
-      const float numbers[4] = {acc[j].x, acc[j].y, acc[j].z, acc[j].w};
-      scalar_t* target = out + head * params.out_head_stride + feature * params.out_feature_stride;
+    for (int i = 0; i < row.PACKS; i++) {
+      if (!row.is_there(i)) continue;
+      scalar_t* target = out + head * params.out_head_stride + row.feature(i) * params.out_feature_stride;
+      const float numbers[4] = {row.packs[i].x, row.packs[i].y, row.packs[i].z, row.packs[i].w};
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (feature < HEAD_SIZE) target[i * params.out_feature_stride] = from_float<scalar_t>(numbers[i] * factor);
+      for (int j = 0; j < 4; j++, target += params.out_feature_stride) *target = from_float<scalar_t>(numbers[j] * factor);
     }
-    if (lse != nullptr && lane == 0) lse[head * params.lse_head_stride] = state.lse();
+    if (lse != nullptr && threadIdx.x % 32 == 0) lse[head * params.lse_head_stride] = state.lse();
   }
 
   __device__ __forceinline__ float sink(int head) const {
@@ -99,18 +122,36 @@ struct Results {
   }
 };
 
-// One state from `count`, of which `locate(i)` is the i-th. By a warp: every lane gets the state, and of the accumulator the
-// packs `lane`, `lane + 32` ...
-template <int HEAD_SIZE, class Locate>
-__device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate,
-                                                      float4 (&sums)[(HEAD_SIZE + 127) / 128]) {
+// A head's states of all warps of the CTA as one. By a warp.
+template <int HEAD_SIZE, int WARPS, class States>
+__device__ __forceinline__ SoftmaxState merge_warps(void* const (&states_smem)[WARPS], int heads, int head,
+                                                    WarpRow<HEAD_SIZE>& row) {
+  SoftmaxState state, parts[WARPS];
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) {
+    parts[i] = States(states_smem[i], heads).state(head);
+    state.max_logit = fmaxf(state.max_logit, parts[i].max_logit);
+  }
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) {
+    const float factor = weight(parts[i].max_logit, state.max_logit);
+    state.exp_sum += parts[i].exp_sum * factor;
+    row.add(States(States(states_smem[i], heads), head).acc, factor);
+  }
+  return state;
+}
+
+// The states that the segments of a unit have left for one of its heads as one, in their order. By a warp, a lane for each of
+// 32 at a time.
+template <int HEAD_SIZE>
+__device__ __forceinline__ SoftmaxState merge_segments(const States<HEAD_SIZE>& partials, const Segment& segment, int head,
+                                                       WarpRow<HEAD_SIZE>& row) {
   constexpr uint32_t WARP = 0xffffffffu;
   const int lane = threadIdx.x % 32;
   SoftmaxState state;
-  for (auto& sum : sums) sum = {};
-  for (int first = 0; first < count; first += 32) {
+  for (int first = 0; first < segment.num_partials; first += 32) {
     SoftmaxState part, parts;
-    if (first + lane < count) part = locate(first + lane).state();
+    if (first + lane < segment.num_partials) part = partials.state(segment.state(first + lane, head));
     parts.max_logit = part.max_logit;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
@@ -120,33 +161,15 @@ __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& l
     parts.exp_sum = part.exp_sum * factor;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
-    const float2 factors = state.merge(parts);
-    for (auto& sum : sums) sum.x *= factors.x, sum.y *= factors.x, sum.z *= factors.x, sum.w *= factors.x;
-#pragma unroll 8
-    for (int i = 0; i < min(32, count - first); i++) {
-      const float factor_of_i = __shfl_sync(WARP, factor, i);
-      const float* acc = locate(first + i).acc;
-#pragma unroll
-      for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
-        const int feature = (j * 32 + lane) * 4;
-        if (HEAD_SIZE % 128 != 0 && feature >= HEAD_SIZE) continue;
-        const float4 numbers = *reinterpret_cast<const float4*>(acc + feature);
-        sums[j].x += numbers.x * factor_of_i, sums[j].y += numbers.y * factor_of_i;
-        sums[j].z += numbers.z * factor_of_i, sums[j].w += numbers.w * factor_of_i;
-      }
-    }
+    row.scale(state.merge(parts).x);
+    const int count = min(32, segment.num_partials - first);
+    if (first == 0) row.add(partials.acc + segment.state(0, head) * HEAD_SIZE, __shfl_sync(WARP, factor, 0));
+    const float* acc = partials.acc + (segment.state(1, head) + (first - 1) * segment.state_step) * HEAD_SIZE;
+#pragma unroll 16
+    for (int i = first == 0; i < count; i++)
+      row.add(acc + i * (segment.state_step * HEAD_SIZE), __shfl_sync(WARP, factor, i));
   }
   return state;
-}
-
-template <int HEAD_SIZE>
-__device__ __forceinline__ void store_by_warp(const StoredState& target, const SoftmaxState& state,
-                                              const float4 (&acc)[(HEAD_SIZE + 127) / 128]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++)
-    if ((j * 32 + lane) * 4 < HEAD_SIZE) *reinterpret_cast<float4*>(target.acc + (j * 32 + lane) * 4) = acc[j];
-  if (lane == 0) target.set(state);
 }
 
 // Whether this CTA is the last of `count` to arrive; what the others have written is then there to be read.
@@ -214,28 +237,30 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (has_segment) {
       __syncthreads();  // all warps have left their states
       const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
-      // First the states of the warps, then, if this CTA is the last of several, those of the segments.
-      for (bool of_warps = true;; of_warps = false) {
-        const bool is_result = !of_warps || segment.num_partials == 1;
-        for (int head = warp; head < segment.num_heads; head += WARPS) {
-          float4 acc[(HEAD_SIZE + 127) / 128];
-          const auto locate = [&](int i) {
-            return of_warps ? WarpStates(warp_states_smem[i], HEADS).at(head) : partials.at(segment.state(i, head));
-          };
-          const SoftmaxState state =
-              merge_by_warp<HEAD_SIZE>(of_warps ? WARPS : segment.num_partials, locate, acc);
-          if (is_result)
-            results.template write<HEAD_SIZE>(head, state, acc);
-          else
-            store_by_warp<HEAD_SIZE>(partials.at(segment.state(segment.partial, head)), state, acc);
+      const bool is_whole = segment.num_partials == 1;
+      for (int head = warp; head < segment.num_heads; head += WARPS) {
+        WarpRow<HEAD_SIZE> row;
+        const SoftmaxState state = merge_warps<HEAD_SIZE, WARPS, WarpStates>(warp_states_smem, HEADS, head, row);
+        if (is_whole) {
+          results.write(head, state, row);
+        } else {
+          const SegmentStates target(partials, segment.state(segment.partial, head));
+          row.store(target.acc);
+          if (threadIdx.x % 32 == 0) target.set(0, state);
         }
-        if (is_result || !is_last_to_arrive(counters + segment.unit, segment.num_partials)) break;
       }
+      if (!is_whole && is_last_to_arrive(counters + segment.unit, segment.num_partials))
+        for (int head = warp; head < segment.num_heads; head += WARPS) {
+          WarpRow<HEAD_SIZE> row;
+          const SoftmaxState state = merge_segments<HEAD_SIZE>(partials, segment, head, row);
+          results.write(head, state, row);
+        }
       __syncthreads();  // the states have been read
     }
     if (!has_following) break;
     segment = following;
     if (!STARTS_EARLY) start(segment);
+    schedule.find_partials(segment);
 
     const float scale = params.scale * Scale{k_scale, params.k_scale, params.k_scale_stride}.of_head(segment.kv_head);
     const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;

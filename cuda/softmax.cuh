@@ -33,7 +33,7 @@ struct SoftmaxState {
 
   // The natural logarithm of the denominator; -inf where no key was seen.
   __device__ __forceinline__ float lse() const {
-    return exp_sum == 0.0f ? -CUDART_INF_F : (max_logit + log2f(exp_sum)) * LN_2;
+    return exp_sum == 0.0f ? -CUDART_INF_F : (max_logit + __log2f(exp_sum)) * LN_2;
   }
 };
 

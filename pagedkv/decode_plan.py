@@ -17,6 +17,7 @@ from .problem import Attention, Scale
 from .workspace import MOST_CTAS
 
 CTAS_PER_SM = 2
+LEAST_TILES = 4  # of a CTA
 SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
 MOST_TILES_AHEAD = 2
 TILE_TOKENS = 32
@@ -51,7 +52,9 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
 def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple[int, int]:
     """CTAs, and partial states that they may leave."""
     if problem.has_equal_shares:
-        ctas = min(num_sms * CTAS_PER_SM, MOST_CTAS)
+        # Each warp of a CTA has a tile, at least if sequences are as long as they may be.
+        tiles = -(-problem.longest // TILE_TOKENS)
+        ctas = max(1, min(num_sms * CTAS_PER_SM, MOST_CTAS, -(-units * tiles // LEAST_TILES)))
         return ctas, 2 * ctas * heads
     partitions = max(1, problem.num_partials)
     states = problem.num_seqs * problem.num_heads * partitions if problem.num_partials else 0
