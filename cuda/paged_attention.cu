@@ -1,10 +1,10 @@
 // paged_attention_v1 and v2: attention of one query token per sequence over a packed cache.
 //
-// A CTA takes up to HEADS query heads that share a kv head, so that K and V are read once for all of them. Its warps scan
-// the tiles of a segment in turn, each with softmax states of its own, which the CTA then merges. v1 has one segment per
-// sequence. v2 has several, which leave their states in a workspace, and the CTA that arrives last merges them in their
-// order. How segments are cut is in partition.cuh, what a warp does with a tile in tensor_core_scan.cuh and, for float32,
-// in cuda_core_scan.cuh.
+// A CTA takes up to HEADS query heads that share a kv head, so that K and V are read once for all of them. Its warps
+// scan the tiles of a segment in turn, each with softmax states of its own, which the CTA then merges. v1 has one
+// segment per sequence. v2 has several, which leave their states in a workspace, and the CTA that arrives last merges
+// them in their order. How segments are cut is in partition.cuh, what a warp does with a tile in tensor_core_scan.cuh
+// and, for float32, in cuda_core_scan.cuh.
 #include "convert.cuh"
 #include "cuda_core_scan.cuh"
 #include "paging.cuh"
@@ -53,7 +53,9 @@ struct WarpRow {
   float4 packs[PACKS] = {};
 
   static __device__ __forceinline__ int feature(int pack) { return (pack * 32 + threadIdx.x % 32) * 4; }
-  static __device__ __forceinline__ bool is_there(int pack) { return HEAD_SIZE % 128 == 0 || feature(pack) < HEAD_SIZE; }
+  static __device__ __forceinline__ bool is_there(int pack) {
+    return HEAD_SIZE % 128 == 0 || feature(pack) < HEAD_SIZE;
+  }
 
   __device__ __forceinline__ void scale(float factor) {
 #pragma unroll
@@ -92,8 +94,9 @@ struct Results {
   __device__ __forceinline__ Results(scalar_t* out, float* lse, const void* sinks, const Scale& v_scale,
                                      const Segment& segment, const DecodeParams& params)
       : out(out + segment.sequence * params.out_token_stride + segment.first_head * params.out_head_stride),
-        lse(lse == nullptr ? nullptr
-                           : lse + segment.sequence * params.lse_token_stride + segment.first_head * params.lse_head_stride),
+        lse(lse == nullptr
+                ? nullptr
+                : lse + segment.sequence * params.lse_token_stride + segment.first_head * params.lse_head_stride),
         sinks(sinks),
         v_scale(v_scale.of_head(segment.kv_head)),
         first_head(segment.first_head),
@@ -110,7 +113,8 @@ struct Results {
       scalar_t* target = out + head * params.out_head_stride + row.feature(i) * params.out_feature_stride;
       const float numbers[4] = {row.packs[i].x, row.packs[i].y, row.packs[i].z, row.packs[i].w};
 #pragma unroll
-      for (int j = 0; j < 4; j++, target += params.out_feature_stride) *target = from_float<scalar_t>(numbers[j] * factor);
+      for (int j = 0; j < 4; j++, target += params.out_feature_stride)
+        *target = from_float<scalar_t>(numbers[j] * factor);
     }
     if (lse != nullptr && threadIdx.x % 32 == 0) lse[head * params.lse_head_stride] = state.lse();
   }
@@ -141,11 +145,11 @@ __device__ __forceinline__ SoftmaxState merge_warps(void* const (&states_smem)[W
   return state;
 }
 
-// The states that the segments of a unit have left for one of its heads as one, in their order. By a warp, a lane for each of
-// 32 at a time.
+// The states that the segments of a unit have left for one of its heads as one, in their order. By a warp, a lane for
+// each of 32 at a time.
 template <int HEAD_SIZE>
-__device__ __forceinline__ SoftmaxState merge_segments(const States<HEAD_SIZE>& partials, const Segment& segment, int head,
-                                                       WarpRow<HEAD_SIZE>& row) {
+__device__ __forceinline__ SoftmaxState merge_segments(const States<HEAD_SIZE>& partials, const Segment& segment,
+                                                       int head, WarpRow<HEAD_SIZE>& row) {
   constexpr uint32_t WARP = 0xffffffffu;
   const int lane = threadIdx.x % 32;
   SoftmaxState state;
@@ -160,7 +164,8 @@ __device__ __forceinline__ SoftmaxState merge_segments(const States<HEAD_SIZE>& 
     const float factor = weight(part.max_logit, parts.max_logit);
     parts.exp_sum = part.exp_sum * factor;
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
+    for (int distance = 16; distance > 0; distance /= 2)
+      parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
     row.scale(state.merge(parts).x);
     const int count = min(32, segment.num_partials - first);
     if (first == 0) row.add(partials.acc + segment.state(0, head) * HEAD_SIZE, __shfl_sync(WARP, factor, 0));
@@ -187,8 +192,8 @@ __device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t coun
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int WARPS, int TILES_AHEAD,
           bool IS_ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, 2)
-    paged_attention(const scalar_t* __restrict__ query,        // [num_seqs, num_heads, head_size]
-                    const cache_t* __restrict__ key_cache,     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
+    paged_attention(const scalar_t* __restrict__ query,     // [num_seqs, num_heads, head_size]
+                    const cache_t* __restrict__ key_cache,  // [num_blocks, num_kv_heads, head_size / x, block_size, x]
                     const cache_t* __restrict__ value_cache,   // [num_blocks, num_kv_heads, head_size, block_size]
                     const int32_t* __restrict__ block_tables,  // [num_seqs, max_blocks]
                     const int32_t* __restrict__ seq_lens,      // [num_seqs]
@@ -224,8 +229,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
                params.query_head_stride, segment.num_heads);
   };
-  // Where a warp's states wait for those of the others: in part of its scan's memory, of which the next scan makes no use
-  // until it runs, unless that is too small.
+  // Where a warp's states wait for those of the others: in part of its scan's memory, of which the next scan makes no
+  // use until it runs, unless that is too small.
   constexpr bool STARTS_EARLY = HEADS * WarpStates::BYTES <= Scan::STAGE_BYTES;
   __shared__ void* warp_states_smem[WARPS];
 
@@ -236,7 +241,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (STARTS_EARLY && has_following) start(following);
     if (has_segment) {
       __syncthreads();  // all warps have left their states
-      const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
+      const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment,
+                                      params);
       const bool is_whole = segment.num_partials == 1;
       for (int head = warp; head < segment.num_heads; head += WARPS) {
         WarpRow<HEAD_SIZE> row;

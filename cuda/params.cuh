@@ -68,7 +68,7 @@ struct DecodeParams {
   int32_t partition_size;      // tokens; 0 for equal shares
   int32_t num_partitions;      // of a sequence, at most
   int32_t num_heads;
-  int32_t sinks_are_float32;   // else they have the query's dtype
+  int32_t sinks_are_float32;  // else they have the query's dtype
 };
 
 // The ceilings a benchmark measures beside its kernels.

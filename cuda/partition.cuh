@@ -1,9 +1,10 @@
-// How a decode step is divided over CTAs. A unit is one sequence with the query heads that a CTA takes at once; a segment
-// is what one CTA does of a unit, a range of its keys; a unit of several segments leaves as many partial states.
+// How a decode step is divided over CTAs. A unit is one sequence with the query heads that a CTA takes at once; a
+// segment is what one CTA does of a unit, a range of its keys; a unit of several segments leaves as many partial
+// states.
 //
-// With a partition size, CTA p of a unit's takes the p-th partition of its keys. Otherwise every CTA takes an equal share
-// of the tiles of all units laid end to end, the last of one sequence and the first of the next, as in Osama et al.,
-// "Stream-K" (2023).
+// With a partition size, CTA p of a unit's takes the p-th partition of its keys. Otherwise every CTA takes an equal
+// share of the tiles of all units laid end to end, the last of one sequence and the first of the next, as in Osama et
+// al., "Stream-K" (2023).
 #pragma once
 #include "params.cuh"
 
@@ -51,8 +52,8 @@ class Schedule {
     }
   }
 
-  // The next segment of this CTA; false if there is none. All threads of a warp ask together. What it says of partial states
-  // is there after find_partials, which can wait until the segment's keys are on their way.
+  // The next segment of this CTA; false if there is none. All threads of a warp ask together. What it says of partial
+  // states is there after find_partials, which can wait until the segment's keys are on their way.
   __device__ __forceinline__ bool next(Segment& segment) {
     return params_.partition_size > 0 ? next_partition(segment) : next_of_share(segment);
   }
@@ -112,7 +113,7 @@ class Schedule {
       const int32_t before = __shfl_up_sync(0xffffffffu, up_to, distance);
       if (lane >= distance) up_to += before;
     }
-    const uint32_t total = __shfl_sync(0xffffffffu, up_to, 31) * params_.units_per_sequence;
+    const uint32_t total = __shfl_sync(0xffffffffu, up_to, min(32, params_.num_seqs) - 1) * params_.units_per_sequence;
     const uint32_t num_shares = min(gridDim.x, total);  // none is empty
     share_ = total / num_shares, larger_shares_ = total % num_shares;
     if (blockIdx.x >= num_shares) return;

@@ -27,10 +27,10 @@ class TensorCoreScan {
   static constexpr int TILE_TOKENS = 32;
 
  private:
-  static constexpr int X = Sequence::X;                                // numbers of a row of 16 bytes
-  static constexpr int FRAGMENTS = X / 8;                              // of A that four 8 x 8 matrices make
-  static constexpr int MATRICES = TILE_TOKENS / 8;                     // groups of 8 tokens, rows of S^T
-  static constexpr int KEY_STEPS = (HEAD_SIZE + 15) / 16;              // along the inner axis of S^T
+  static constexpr int X = Sequence::X;                                    // numbers of a row of 16 bytes
+  static constexpr int FRAGMENTS = X / 8;                                  // of A that four 8 x 8 matrices make
+  static constexpr int MATRICES = TILE_TOKENS / 8;                         // groups of 8 tokens, rows of S^T
+  static constexpr int KEY_STEPS = (HEAD_SIZE + 15) / 16;                  // along the inner axis of S^T
   static constexpr int ROWS = (HEAD_SIZE + 15) / 16, COLUMNS = HEADS / 8;  // of the tiles of O^T
   static constexpr int STAGES = 2 * TILES_AHEAD + 1;
   static constexpr int STAGE_PACKS = TILE_TOKENS * HEAD_SIZE / X;
@@ -106,13 +106,14 @@ class TensorCoreScan {
   }
 
  private:
-  // A lane's place in the products: its row of A, which is its column of B, and which of four lanes along the inner axis.
+  // A lane's place in the products: its row of A, which is its column of B, and which of four lanes along the inner
+  // axis.
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int row() { return lane() / 4; }
   static __device__ __forceinline__ int column() { return lane() % 4; }
 
-  // The token of the tile that is a row of a group of 8. Rows 2 c and 2 c + 1 of both groups of a fragment are the tokens
-  // that lane column c holds of a row of V: adjoining pairs of 16-bit numbers, or fours of 8-bit ones.
+  // The token of the tile that is a row of a group of 8. Rows 2 c and 2 c + 1 of both groups of a fragment are the
+  // tokens that lane column c holds of a row of V: adjoining pairs of 16-bit numbers, or fours of 8-bit ones.
   static __device__ __forceinline__ int token(int matrix, int row) {
     return FRAGMENTS == 1 ? matrix * 8 + row : matrix / 2 * 16 + row / 2 * 4 + matrix % 2 * 2 + row % 2;
   }
@@ -145,8 +146,8 @@ class TensorCoreScan {
     end_stage();
   }
 
-  // The parts of a tile that are seen. A part has rows of ROW_PACKS packs, which lie BLOCK_SIZE / PART_TOKENS times as far
-  // apart in the cache.
+  // The parts of a tile that are seen. A part has rows of ROW_PACKS packs, which lie BLOCK_SIZE / PART_TOKENS times as
+  // far apart in the cache.
   template <int ROW_PACKS, class SourceOf>
   __device__ __forceinline__ void copy_parts(const SourceOf& source_of) {
     cache_t* stage_smem = ring_smem_ + write_stage_ * (STAGE_PACKS * X);
@@ -188,7 +189,8 @@ class TensorCoreScan {
 
   // ---- S^T = K Q^T  [TILE_TOKENS, HEADS] ----------------------------------------------------------------------------
 
-  // Which features a lane holds of a step along the inner axis, in two pairs: as ldmatrix spreads a row over four lanes.
+  // Which features a lane holds of a step along the inner axis, in two pairs: as ldmatrix spreads a row over four
+  // lanes.
   static __device__ __forceinline__ int feature(int step, int pair) {
     return step * 16 + (FRAGMENTS == 1 ? pair * 8 + column() * 2 : column() * 4 + pair * 2);
   }
@@ -216,7 +218,8 @@ class TensorCoreScan {
     for (int i = 0; i < 2 * KEY_STEPS; i++) {
       const Pack<scalar_t, 2>& pair = pairs[i / 2][i % 2];
       query_[i / 2][n][i % 2] =
-          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) / power, to_float(pair.get(1)) / power, product_t{}) : pair.word;
+          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) / power, to_float(pair.get(1)) / power, product_t{})
+                       : pair.word;
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) power_[n][h] = IS_CONVERTED ? __shfl_sync(WARP, power, (2 * column() + h) * 4) : 1.0f;
@@ -227,7 +230,8 @@ class TensorCoreScan {
   static __device__ __forceinline__ float power_of_two(const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4 * KEY_STEPS; i++) largest = fmaxf(largest, fabsf(to_float(pairs[i / 4][i / 2 % 2].get(i % 2))));
+    for (int i = 0; i < 4 * KEY_STEPS; i++)
+      largest = fmaxf(largest, fabsf(to_float(pairs[i / 4][i / 2 % 2].get(i % 2))));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
     const uint32_t exponent = __float_as_uint(largest) >> 23;
@@ -261,18 +265,21 @@ class TensorCoreScan {
 
   // From scores to P^T as an operand, and what the accumulators are to be multiplied with before it is added.
   __device__ __forceinline__ void update(int32_t first_token, const ScoreOptions& options,
-                                         float (&scores)[MATRICES / 2][COLUMNS][4], uint32_t (&weights)[COLUMNS][MATRICES],
-                                         float (&factors)[COLUMNS][2]) {
+                                         float (&scores)[MATRICES / 2][COLUMNS][4],
+                                         uint32_t (&weights)[COLUMNS][MATRICES], float (&factors)[COLUMNS][2]) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
+        // What a score is to be multiplied with is rounded once, together with the difference from the largest.
+        const float factor = options.are_plain() ? options.scale_log2 * power_[n][h] : 1.0f;
         float largest = max_logit_[n][h];
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {
           float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          score = logit(score, n, h, first_token + token(matrix, row()), options);
-          largest = fmaxf(largest, score);
+          const int32_t position = first_token + token(matrix, row());
+          if (!options.are_plain()) score = options.logit(score * power_[n][h], slope_[n][h], position);
+          if (is_seen(position)) largest = fmaxf(largest, score * factor);
         }
         largest = over_rows(largest, [](float x, float y) { return fmaxf(x, y); });
         factors[n][h] = weight(max_logit_[n][h], largest);
@@ -281,7 +288,7 @@ class TensorCoreScan {
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {
           float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          score = weight(score, largest);
+          score = is_seen(first_token + token(matrix, row())) ? weight(score, factor, largest) : 0.0f;
           exp_sum_[n][h] += score;
         }
       }
@@ -293,11 +300,7 @@ class TensorCoreScan {
     }
   }
 
-  __device__ __forceinline__ float logit(float product, int n, int h, int32_t position, const ScoreOptions& options) const {
-    if (is_edge_ && !sequence_.sees(position, 1)) return -CUDART_INF_F;
-    if (IS_CONVERTED) product *= power_[n][h];
-    return options.are_plain() ? product * options.scale_log2 : options.logit(product, slope_[n][h], position);
-  }
+  __device__ __forceinline__ bool is_seen(int32_t position) const { return !is_edge_ || sequence_.sees(position, 1); }
 
   // The sum or maximum over the lanes that hold the other rows of a column.
   template <class Combine>
@@ -335,7 +338,8 @@ class TensorCoreScan {
         for (int i = 0; i < FRAGMENTS; i++)
 #pragma unroll
           for (int n = 0; n < COLUMNS; n++)
-            multiply_add(acc_[f][n], values[i], {weights[n][2 * (first + i)], weights[n][2 * (first + i) + 1]}, product_t{});
+            multiply_add(acc_[f][n], values[i], {weights[n][2 * (first + i)], weights[n][2 * (first + i) + 1]},
+                         product_t{});
       }
     }
   }
@@ -351,7 +355,8 @@ class TensorCoreScan {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int row_of_lane = f * 16 + (has_second ? i % 2 * 8 : 0) + row();
-        matrices[i] = *reinterpret_cast<const uint32_t*>(values_smem(first_token + i / 2 * X + column() * 4, row_of_lane));
+        matrices[i] =
+            *reinterpret_cast<const uint32_t*>(values_smem(first_token + i / 2 * X + column() * 4, row_of_lane));
       }
     make_fragments<cache_t>(matrices, values);
     if (!has_second)
