@@ -170,7 +170,7 @@ __device__ __forceinline__ SoftmaxState merge_segments(const States<HEAD_SIZE>& 
     const int count = min(32, segment.num_partials - first);
     if (first == 0) row.add(partials.acc + segment.state(0, head) * HEAD_SIZE, __shfl_sync(WARP, factor, 0));
     const float* acc = partials.acc + (segment.state(1, head) + (first - 1) * segment.state_step) * HEAD_SIZE;
-#pragma unroll 16
+#pragma unroll 4
     for (int i = first == 0; i < count; i++)
       row.add(acc + i * (segment.state_step * HEAD_SIZE), __shfl_sync(WARP, factor, i));
   }

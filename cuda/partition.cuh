@@ -7,8 +7,16 @@
 // al., "Stream-K" (2023).
 #pragma once
 #include "params.cuh"
+#include "ptx.cuh"
 
 namespace pagedkv {
+
+// a / b where that is below 2^20: an estimate in float32 is off by one at most.
+__device__ __forceinline__ int32_t small_quotient(int32_t a, int32_t b) {
+  const int32_t estimate = __float2int_rd(__int2float_rn(a) * approximate_reciprocal(__int2float_rn(b)));
+  const int32_t rest = a - estimate * b;
+  return estimate + (rest >= b) - (rest < 0);
+}
 
 struct Segment {
   int64_t unit;
@@ -76,7 +84,7 @@ class Schedule {
   __device__ __forceinline__ void set_unit(Segment& segment, int32_t sequence, int32_t unit_head) const {
     const int32_t units = params_.units_per_kv_head;
     segment.unit = int64_t{sequence} * params_.units_per_sequence + unit_head;
-    segment.sequence = sequence, segment.kv_head = units == 1 ? unit_head : unit_head / units;
+    segment.sequence = sequence, segment.kv_head = small_quotient(unit_head, units);
     const int32_t first_of_group = (unit_head - segment.kv_head * units) * HEADS;
     segment.first_head = segment.kv_head * params_.queries_per_kv + first_of_group;
     segment.num_heads = min(HEADS, params_.queries_per_kv - first_of_group);
@@ -113,9 +121,10 @@ class Schedule {
       const int32_t before = __shfl_up_sync(0xffffffffu, up_to, distance);
       if (lane >= distance) up_to += before;
     }
-    const uint32_t total = __shfl_sync(0xffffffffu, up_to, min(32, params_.num_seqs) - 1) * params_.units_per_sequence;
-    const uint32_t num_shares = min(gridDim.x, total);  // none is empty
-    share_ = total / num_shares, larger_shares_ = total % num_shares;
+    const int32_t total = __shfl_sync(0xffffffffu, up_to, min(32, params_.num_seqs) - 1) * params_.units_per_sequence;
+    const int32_t num_shares = min(static_cast<int32_t>(gridDim.x), total);  // none is empty
+    share_ = static_cast<uint32_t>(total) / static_cast<uint32_t>(num_shares);
+    larger_shares_ = total - share_ * num_shares;
     if (blockIdx.x >= num_shares) return;
     position_ = first_of(blockIdx.x), end_ = first_of(blockIdx.x + 1);
 
@@ -127,10 +136,11 @@ class Schedule {
   }
 
   // Where a CTA's share begins. The first ones have a tile more than the others.
-  __device__ __forceinline__ int32_t first_of(uint32_t cta) const { return cta * share_ + min(cta, larger_shares_); }
-  __device__ __forceinline__ int32_t owner_of(uint32_t position) const {
-    const uint32_t of_larger = larger_shares_ * (share_ + 1);
-    return position < of_larger ? position / (share_ + 1) : larger_shares_ + (position - of_larger) / share_;
+  __device__ __forceinline__ int32_t first_of(int32_t cta) const { return cta * share_ + min(cta, larger_shares_); }
+  __device__ __forceinline__ int32_t owner_of(int32_t position) const {
+    const int32_t of_larger = larger_shares_ * (share_ + 1);
+    return position < of_larger ? small_quotient(position, share_ + 1)
+                                : larger_shares_ + small_quotient(position - of_larger, share_);
   }
 
   // Moves on to the sequence that the position lies in.
@@ -147,7 +157,7 @@ class Schedule {
     if (position_ >= end_) return false;
     const VisibleKeys visible = visible_;
     const int32_t in_sequence = position_ - tiles_before_ * params_.units_per_sequence;
-    const int32_t unit_head = in_sequence / num_tiles_;
+    const int32_t unit_head = small_quotient(in_sequence, num_tiles_);
     const int32_t tile = in_sequence - unit_head * num_tiles_, first_tile = visible.first / TILE_TOKENS + tile;
     const int32_t count = min(num_tiles_ - tile, end_ - position_);
     set_unit(segment, sequence_, unit_head);
@@ -164,7 +174,7 @@ class Schedule {
   const DecodeParams& params_;
   VisibleKeys visible_{0, -1};  // of the sequence that the position lies in
   int32_t position_ = 0, end_ = 0, tiles_before_ = 0, sequence_ = 0, num_tiles_ = 0;
-  uint32_t share_ = 0, larger_shares_ = 0;
+  int32_t share_ = 0, larger_shares_ = 0;
 };
 
 }  // namespace pagedkv

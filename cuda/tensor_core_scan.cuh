@@ -155,7 +155,7 @@ class TensorCoreScan {
     for (int part = 0; part < PARTS; part++) {
       const cache_t* source = source_of(__shfl_sync(WARP, block_, part), part * PART_TOKENS);
       const bool is_seen = sequence_.sees(copied_ * TILE_TOKENS + part * PART_TOKENS, PART_TOKENS);
-#pragma unroll
+#pragma unroll 2  // code that runs once comes as slowly as it is long
       for (int i = 0; i < PART_PACKS; i += 32) {
         const int pack = i + lane(), row = pack / ROW_PACKS;
         if (PART_PACKS % 32 != 0 && pack >= PART_PACKS) break;
@@ -267,40 +267,65 @@ class TensorCoreScan {
   __device__ __forceinline__ void update(int32_t first_token, const ScoreOptions& options,
                                          float (&scores)[MATRICES / 2][COLUMNS][4],
                                          uint32_t (&weights)[COLUMNS][MATRICES], float (&factors)[COLUMNS][2]) {
+    if (!options.are_plain()) apply_options(first_token, options, scores);
+    if (is_edge_) set_unseen(first_token, scores, CUDART_NAN_F);  // which no maximum takes
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++) {
+    for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         // What a score is to be multiplied with is rounded once, together with the difference from the largest.
         const float factor = options.are_plain() ? options.scale_log2 * power_[n][h] : 1.0f;
         float largest = max_logit_[n][h];
 #pragma unroll
-        for (int matrix = 0; matrix < MATRICES; matrix++) {
-          float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          const int32_t position = first_token + token(matrix, row());
-          if (!options.are_plain()) score = options.logit(score * power_[n][h], slope_[n][h], position);
-          if (is_seen(position)) largest = fmaxf(largest, score * factor);
-        }
+        for (int i = 0; i < MATRICES; i++) largest = fmaxf(largest, scores[i / 2][n][i % 2 * 2 + h] * factor);
         largest = over_rows(largest, [](float x, float y) { return fmaxf(x, y); });
         factors[n][h] = weight(max_logit_[n][h], largest);
         max_logit_[n][h] = largest;
-        exp_sum_[n][h] *= factors[n][h];
 #pragma unroll
-        for (int matrix = 0; matrix < MATRICES; matrix++) {
-          float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          score = is_seen(first_token + token(matrix, row())) ? weight(score, factor, largest) : 0.0f;
-          exp_sum_[n][h] += score;
+        for (int i = 0; i < MATRICES; i++) {
+          float& score = scores[i / 2][n][i % 2 * 2 + h];
+          score = weight(score, factor, largest);
         }
       }
+    if (is_edge_) set_unseen(first_token, scores, 0.0f);
 #pragma unroll
-      for (int matrix = 0; matrix < MATRICES; matrix++) {
-        const float* pair = &scores[matrix / 2][n][matrix % 2 * 2];
-        weights[n][matrix] = transposed(pair_of_floats(pair[0], pair[1], product_t{}));
+    for (int n = 0; n < COLUMNS; n++) {
+      exp_sum_[n][0] *= factors[n][0], exp_sum_[n][1] *= factors[n][1];
+#pragma unroll
+      for (int i = 0; i < MATRICES; i++) {
+        const float* pair = &scores[i / 2][n][i % 2 * 2];
+        exp_sum_[n][0] += pair[0], exp_sum_[n][1] += pair[1];
+        weights[n][i] = transposed(pair_of_floats(pair[0], pair[1], product_t{}));
       }
     }
   }
 
-  __device__ __forceinline__ bool is_seen(int32_t position) const { return !is_edge_ || sequence_.sees(position, 1); }
+  // From scores to logits.
+  __device__ __forceinline__ void apply_options(int32_t first_token, const ScoreOptions& options,
+                                                float (&scores)[MATRICES / 2][COLUMNS][4]) const {
+#pragma unroll
+    for (int i = 0; i < MATRICES; i++)
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float& score = scores[i / 2][n][i % 2 * 2 + h];
+          score = options.logit(score * power_[n][h], slope_[n][h], first_token + token(i, row()));
+        }
+  }
+
+  __device__ __forceinline__ void set_unseen(int32_t first_token, float (&scores)[MATRICES / 2][COLUMNS][4],
+                                             float value) const {
+#pragma unroll
+    for (int i = 0; i < MATRICES; i++) {
+      const bool is_seen = sequence_.sees(first_token + token(i, row()), 1);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          if (!is_seen) scores[i / 2][n][i % 2 * 2 + h] = value;
+    }
+  }
 
   // The sum or maximum over the lanes that hold the other rows of a column.
   template <class Combine>
