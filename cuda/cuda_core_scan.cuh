@@ -67,8 +67,8 @@ class CudaCoreScan {
     for (int head = 0; head < HEADS; head++) {
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; i++)
-        if (feature(i) < HEAD_SIZE) States(states_smem, head).acc[feature(i)] = acc_[i][head];
-      if (lane() == 0) states_smem.set(head, {max_logit_[head], exp_sum_[head]});
+        if (feature(i) < HEAD_SIZE) states_smem.at(head).acc[feature(i)] = acc_[i][head];
+      if (lane() == 0) states_smem.at(head).set({max_logit_[head], exp_sum_[head]});
     }
   }
 

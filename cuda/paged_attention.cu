@@ -24,7 +24,19 @@ struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNE
   using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
 };
 
-// Softmax states of rows, one per head, in shared memory or in the workspace.
+// A softmax state with its accumulator, in shared memory or in the workspace.
+struct StoredState {
+  float* acc;  // [head_size]
+  float* max_logit;
+  float* exp_sum;
+
+  __device__ __forceinline__ SoftmaxState state() const { return {*max_logit, *exp_sum}; }
+  __device__ __forceinline__ void set(const SoftmaxState& state) const {
+    *max_logit = state.max_logit, *exp_sum = state.exp_sum;
+  }
+};
+
+// One for each head.
 template <int ROW>
 struct States {
   float* acc;         // [count, ROW]
@@ -36,13 +48,8 @@ struct States {
   __device__ __forceinline__ States(void* memory, int64_t count)
       : acc(static_cast<float*>(memory)), max_logits(acc + count * ROW), exp_sums(max_logits + count) {}
 
-  // Those from one on.
-  __device__ __forceinline__ States(const States& all, int64_t first)
-      : acc(all.acc + first * ROW), max_logits(all.max_logits + first), exp_sums(all.exp_sums + first) {}
-
-  __device__ __forceinline__ SoftmaxState state(int64_t index) const { return {max_logits[index], exp_sums[index]}; }
-  __device__ __forceinline__ void set(int64_t index, const SoftmaxState& state) const {
-    max_logits[index] = state.max_logit, exp_sums[index] = state.exp_sum;
+  __device__ __forceinline__ StoredState at(int64_t index) const {
+    return {acc + index * ROW, max_logits + index, exp_sums + index};
   }
 };
 
@@ -74,10 +81,11 @@ struct WarpRow {
       pack.z += numbers.z * factor, pack.w += numbers.w * factor;
     }
   }
-  __device__ __forceinline__ void store(float* acc) const {
+  __device__ __forceinline__ void store(const StoredState& target, const SoftmaxState& state) const {
 #pragma unroll
     for (int i = 0; i < PACKS; i++)
-      if (is_there(i)) *reinterpret_cast<float4*>(acc + feature(i)) = packs[i];
+      if (is_there(i)) *reinterpret_cast<float4*>(target.acc + feature(i)) = packs[i];
+    if (threadIdx.x % 32 == 0) target.set(state);
   }
 };
 
@@ -126,36 +134,19 @@ struct Results {
   }
 };
 
-// A head's states of all warps of the CTA as one. By a warp.
-template <int HEAD_SIZE, int WARPS, class States>
-__device__ __forceinline__ SoftmaxState merge_warps(void* const (&states_smem)[WARPS], int heads, int head,
-                                                    WarpRow<HEAD_SIZE>& row) {
-  SoftmaxState state, parts[WARPS];
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) {
-    parts[i] = States(states_smem[i], heads).state(head);
-    state.max_logit = fmaxf(state.max_logit, parts[i].max_logit);
-  }
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) {
-    const float factor = weight(parts[i].max_logit, state.max_logit);
-    state.exp_sum += parts[i].exp_sum * factor;
-    row.add(States(States(states_smem[i], heads), head).acc, factor);
-  }
-  return state;
-}
-
-// The states that the segments of a unit have left for one of its heads as one, in their order. By a warp, a lane for
-// each of 32 at a time.
-template <int HEAD_SIZE>
-__device__ __forceinline__ SoftmaxState merge_segments(const States<HEAD_SIZE>& partials, const Segment& segment,
-                                                       int head, WarpRow<HEAD_SIZE>& row) {
+// One state from `count`, of which `locate(i)` is the i-th, in their order. By a warp, a lane for each of 32 at a time.
+template <int HEAD_SIZE, class Locate>
+__device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate, WarpRow<HEAD_SIZE>& row) {
   constexpr uint32_t WARP = 0xffffffffu;
   const int lane = threadIdx.x % 32;
   SoftmaxState state;
-  for (int first = 0; first < segment.num_partials; first += 32) {
+#pragma unroll 1
+  for (int first = 0; first < count; first += 32) {
+    const bool is_there = first + lane < count;
+    const StoredState stored = locate(is_there ? first + lane : first);
     SoftmaxState part, parts;
-    if (first + lane < segment.num_partials) part = partials.state(segment.state(first + lane, head));
+    if (is_there) part = stored.state();
+    const auto acc = reinterpret_cast<uint64_t>(stored.acc);
     parts.max_logit = part.max_logit;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
@@ -167,12 +158,9 @@ __device__ __forceinline__ SoftmaxState merge_segments(const States<HEAD_SIZE>& 
     for (int distance = 16; distance > 0; distance /= 2)
       parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
     row.scale(state.merge(parts).x);
-    const int count = min(32, segment.num_partials - first);
-    if (first == 0) row.add(partials.acc + segment.state(0, head) * HEAD_SIZE, __shfl_sync(WARP, factor, 0));
-    const float* acc = partials.acc + (segment.state(1, head) + (first - 1) * segment.state_step) * HEAD_SIZE;
-#pragma unroll 4
-    for (int i = first == 0; i < count; i++)
-      row.add(acc + i * (segment.state_step * HEAD_SIZE), __shfl_sync(WARP, factor, i));
+#pragma unroll 8
+    for (int i = 0; i < min(32, count - first); i++)
+      row.add(reinterpret_cast<const float*>(__shfl_sync(WARP, acc, i)), __shfl_sync(WARP, factor, i));
   }
   return state;
 }
@@ -243,24 +231,26 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
       __syncthreads();  // all warps have left their states
       const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment,
                                       params);
-      const bool is_whole = segment.num_partials == 1;
-      for (int head = warp; head < segment.num_heads; head += WARPS) {
-        WarpRow<HEAD_SIZE> row;
-        const SoftmaxState state = merge_warps<HEAD_SIZE, WARPS, WarpStates>(warp_states_smem, HEADS, head, row);
-        if (is_whole) {
-          results.write(head, state, row);
-        } else {
-          const SegmentStates target(partials, segment.state(segment.partial, head));
-          row.store(target.acc);
-          if (threadIdx.x % 32 == 0) target.set(0, state);
-        }
-      }
-      if (!is_whole && is_last_to_arrive(counters + segment.unit, segment.num_partials))
+      // First the states of the warps and then, if there are several and this CTA is the last, those of the segments:
+      // by the same code, since code that runs for the first time comes slowly.
+#pragma unroll 1
+      for (bool of_warps = true;; of_warps = false) {
+        const bool is_result = !of_warps || segment.num_partials == 1;
+        const auto locate = [&](int i, int head) {
+          return of_warps ? WarpStates(warp_states_smem[i], HEADS).at(head) : partials.at(segment.state(i, head));
+        };
+#pragma unroll 1
         for (int head = warp; head < segment.num_heads; head += WARPS) {
           WarpRow<HEAD_SIZE> row;
-          const SoftmaxState state = merge_segments<HEAD_SIZE>(partials, segment, head, row);
-          results.write(head, state, row);
+          const SoftmaxState state =
+              merge_by_warp(of_warps ? WARPS : segment.num_partials, [&](int i) { return locate(i, head); }, row);
+          if (is_result)
+            results.write(head, state, row);
+          else
+            row.store(partials.at(segment.state(segment.partial, head)), state);
         }
+        if (is_result || !is_last_to_arrive(counters + segment.unit, segment.num_partials)) break;
+      }
       __syncthreads();  // the states have been read
     }
     if (!has_following) break;

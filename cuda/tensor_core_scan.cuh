@@ -99,9 +99,9 @@ class TensorCoreScan {
         const int head = n * 8 + 2 * column() + h;
 #pragma unroll
         for (int feature = 0; feature < HEAD_SIZE; feature += 8)
-          States(states_smem, head).acc[feature + row()] = acc_[feature / 16][n][feature / 8 % 2 * 2 + h];
+          states_smem.at(head).acc[feature + row()] = acc_[feature / 16][n][feature / 8 % 2 * 2 + h];
         const float exp_sum = over_rows(exp_sum_[n][h], [](float x, float y) { return x + y; });
-        if (row() == 0) states_smem.set(head, {max_logit_[n][h], exp_sum});
+        if (row() == 0) states_smem.at(head).set({max_logit_[n][h], exp_sum});
       }
   }
 

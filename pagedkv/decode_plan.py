@@ -17,7 +17,9 @@ from .problem import Attention, Scale
 from .workspace import MOST_CTAS
 
 CTAS_PER_SM = 2
-LEAST_TILES = 4  # of a CTA
+LEAST_TILES = 4  # of a CTA: one for each of its warps
+MANY_TILES = 64  # of a CTA: fewer of them are better left to one CTA per SM
+LEAST_EVEN = 0.85  # of all CTAs: how many are enough for shares that end where units do
 SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
 MOST_TILES_AHEAD = 2
 TILE_TOKENS = 32
@@ -52,13 +54,20 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
 def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple[int, int]:
     """CTAs, and partial states that they may leave."""
     if problem.has_equal_shares:
-        # Each warp of a CTA has a tile, at least if sequences are as long as they may be.
-        tiles = -(-problem.longest // TILE_TOKENS)
-        ctas = max(1, min(num_sms * CTAS_PER_SM, MOST_CTAS, -(-units * tiles // LEAST_TILES)))
+        ctas = _num_shares(units, units * -(-problem.longest // TILE_TOKENS), num_sms)
         return ctas, 2 * ctas * heads
     partitions = max(1, problem.num_partials)
     states = problem.num_seqs * problem.num_heads * partitions if problem.num_partials else 0
     return units * partitions, states
+
+
+def _num_shares(units: int, tiles: int, num_sms: int) -> int:
+    """CTAs that share so many tiles, if sequences are as long as they may be."""
+    ctas = min(CTAS_PER_SM * num_sms, max(min(num_sms, tiles // LEAST_TILES), tiles // MANY_TILES), MOST_CTAS)
+    ctas = max(1, ctas)
+    # Shares that end where units do, if all sequences are of one length, leave fewer states to merge.
+    even = units * (ctas // units) if units <= ctas else -(-units // -(-units // ctas))
+    return even if even >= LEAST_EVEN * ctas else ctas
 
 
 # ---- instances ------------------------------------------------------------------------------------------------------
