@@ -90,7 +90,7 @@ struct WarpRow {
 };
 
 // Where the results of a unit's heads go.
-template <class scalar_t>
+template <class scalar_t, bool IS_ALIGNED>
 struct Results {
   scalar_t* out;      // of the unit's sequence and first head
   float* lse;         // likewise, or null
@@ -118,11 +118,11 @@ struct Results {
 #pragma unroll
     for (int i = 0; i < row.PACKS; i++) {
       if (!row.is_there(i)) continue;
-      scalar_t* target = out + head * params.out_head_stride + row.feature(i) * params.out_feature_stride;
-      const float numbers[4] = {row.packs[i].x, row.packs[i].y, row.packs[i].z, row.packs[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; j++, target += params.out_feature_stride)
-        *target = from_float<scalar_t>(numbers[j] * factor);
+      Pack<scalar_t, 4> pack;
+      const float4& numbers = row.packs[i];
+      pack.set(0, from_float<scalar_t>(numbers.x * factor)), pack.set(1, from_float<scalar_t>(numbers.y * factor));
+      pack.set(2, from_float<scalar_t>(numbers.z * factor)), pack.set(3, from_float<scalar_t>(numbers.w * factor));
+      store_elements<IS_ALIGNED>(out + head * params.out_head_stride + row.feature(i), pack);
     }
     if (lse != nullptr && threadIdx.x % 32 == 0) lse[head * params.lse_head_stride] = state.lse();
   }
@@ -229,8 +229,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (STARTS_EARLY && has_following) start(following);
     if (has_segment) {
       __syncthreads();  // all warps have left their states
-      const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment,
-                                      params);
+      const Results<scalar_t, IS_ALIGNED> results(
+          out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
       // First the states of the warps and then, if there are several and this CTA is the last, those of the segments:
       // by the same code, since code that runs for the first time comes slowly.
 #pragma unroll 1

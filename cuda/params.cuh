@@ -48,7 +48,6 @@ struct DecodeParams {
   int64_t seq_len_stride;
   int64_t out_token_stride;
   int64_t out_head_stride;
-  int64_t out_feature_stride;
   int64_t lse_head_stride;
   int64_t lse_token_stride;
   int64_t slope_stride;

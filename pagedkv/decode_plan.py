@@ -18,7 +18,8 @@ from .workspace import MOST_CTAS
 
 CTAS_PER_SM = 2
 LEAST_TILES = 4  # of a CTA: one for each of its warps
-MANY_TILES = 64  # of a CTA: fewer of them are better left to one CTA per SM
+# Fewer tiles of a CTA than these are better left to one CTA per SM; tuned on an H200.
+MANY_TILES, MANY_TILES_FP8 = 64, 32
 LEAST_EVEN = 0.85  # of all CTAs: how many are enough for shares that end where units do
 SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
 MOST_TILES_AHEAD = 2
@@ -43,6 +44,8 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
     units = problem.num_seqs * shape.num_kv_heads * units_per_kv_head
     ctas, num_states = _division(problem, units, heads, num_sms)
+    if problem.workspace is not None and problem.workspace.pointer % PACK_BYTES:
+        raise ValueError(f"workspace: expected an address that is a multiple of {PACK_BYTES}")
     if ctas > LARGEST_GRID:
         raise ValueError(f"query: expected fewer sequences and partitions in one call, got {ctas} in all")
     params = _params(problem, units_per_kv_head, num_states)
@@ -54,16 +57,21 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
 def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple[int, int]:
     """CTAs, and partial states that they may leave."""
     if problem.has_equal_shares:
-        ctas = _num_shares(units, units * -(-problem.longest // TILE_TOKENS), num_sms)
+        ctas = _num_shares(
+            units,
+            units * -(-problem.longest // TILE_TOKENS),
+            num_sms,
+            many_tiles=MANY_TILES_FP8 if is_fp8(problem.cache.format) else MANY_TILES,
+        )
         return ctas, 2 * ctas * heads
     partitions = max(1, problem.num_partials)
     states = problem.num_seqs * problem.num_heads * partitions if problem.num_partials else 0
     return units * partitions, states
 
 
-def _num_shares(units: int, tiles: int, num_sms: int) -> int:
+def _num_shares(units: int, tiles: int, num_sms: int, many_tiles: int) -> int:
     """CTAs that share so many tiles, if sequences are as long as they may be."""
-    ctas = min(CTAS_PER_SM * num_sms, max(min(num_sms, tiles // LEAST_TILES), tiles // MANY_TILES), MOST_CTAS)
+    ctas = min(CTAS_PER_SM * num_sms, max(min(num_sms, tiles // LEAST_TILES), tiles // many_tiles), MOST_CTAS)
     ctas = max(1, ctas)
     # Shares that end where units do, if all sequences are of one length, leave fewer states to merge.
     even = units * (ctas // units) if units <= ctas else -(-units // -(-units // ctas))
@@ -110,7 +118,7 @@ def _scan_bytes(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: 
 def _is_aligned(problem: Attention) -> bool:
     """Whether every pack of 16 bytes begins at a multiple of 16."""
     cache = problem.cache
-    arrays = [(array, array.strides[:2]) for array in (problem.query, cache.key, cache.value)]
+    arrays = [(array, array.strides[:2]) for array in (problem.query, problem.out, cache.key, cache.value)]
     return all(
         array.pointer % PACK_BYTES == 0 and all(stride * array.dtype.itemsize % PACK_BYTES == 0 for stride in strides)
         for array, strides in arrays
@@ -138,7 +146,7 @@ def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.n
         *(stride for side in (cache.key_strides, cache.value_strides) for stride in (side.block, side.head)),
         *problem.block_table.strides,
         *problem.seq_lens.strides,
-        *problem.out.strides,
+        *problem.out.strides[:2],
         *((0, 0) if problem.lse_out is None else problem.lse_out.strides),
         *(0 if array is None else array.strides[0] for array in (options.alibi_slopes, options.sinks)),
         num_states,

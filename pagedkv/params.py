@@ -49,7 +49,6 @@ DECODE_PARAMS = _struct(
     seq_len_stride=INT64,
     out_token_stride=INT64,
     out_head_stride=INT64,
-    out_feature_stride=INT64,
     lse_head_stride=INT64,
     lse_token_stride=INT64,
     slope_stride=INT64,
