@@ -10,7 +10,7 @@ import numpy as np
 from .arrays import ArrayView
 from .dtypes import CUDA_NAMES, FLOAT32, is_fp8
 from .kernels import Instance
-from .launch import LARGEST_GRID, Launch, as_bytes
+from .launch import LARGEST_GRID, Launch, as_bytes, element_of
 from .layout import PACK_BYTES
 from .params import DECODE_PARAMS
 from .problem import Attention, Scale
@@ -38,20 +38,34 @@ class DecodeLaunch:
 
 def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     """v1 has one CTA per unit, v2 one per partition or, without a partition size, an equal share of all tiles each."""
+    _check_addresses(problem)
     instance = decode_instance(problem)
     *_, heads, warps, tiles_ahead, _ = instance.arguments
     shape = problem.cache.shape
     units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
     units = problem.num_seqs * shape.num_kv_heads * units_per_kv_head
     ctas, num_states = _division(problem, units, heads, num_sms)
-    if problem.workspace is not None and problem.workspace.pointer % PACK_BYTES:
-        raise ValueError(f"workspace: expected an address that is a multiple of {PACK_BYTES}")
     if ctas > LARGEST_GRID:
         raise ValueError(f"query: expected fewer sequences and partitions in one call, got {ctas} in all")
     params = _params(problem, units_per_kv_head, num_states)
     shared = warps * _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
     launch = Launch(instance, (ctas,), warps * 32, params, shared)
     return DecodeLaunch(launch, num_states * (shape.head_size + 2) * 4, units if num_states else 0)
+
+
+def _check_addresses(problem: Attention) -> None:
+    """ValueError for an array that does not begin with an element, or a workspace that does not with a pack."""
+    cache, options = problem.cache, problem.options
+    named = {"query": problem.query, "key_cache": cache.key, "value_cache": cache.value, "out": problem.out}
+    named |= {"block_tables": problem.block_table, "seq_lens": problem.seq_lens, "lse_out": problem.lse_out}
+    named |= {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+    named |= {scale.name: scale.array for scale in (cache.k_scale, cache.v_scale)}
+    for name, array in named.items():
+        if array is not None:
+            element_of(array, name)
+    if problem.workspace is not None and problem.workspace.pointer % PACK_BYTES:
+        expected = f"an address that is a multiple of {PACK_BYTES}"
+        raise ValueError(f"workspace: expected {expected}, got {problem.workspace.pointer}")
 
 
 def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple[int, int]:
