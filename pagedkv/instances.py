@@ -5,6 +5,7 @@ At most MAX_INSTANCES in all; any other instance compiles when it is first asked
 
 import numpy as np
 
+from .decode_plan import decode_instance_for
 from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32
 from .kernels import Instance
 from .write_plan import flash_write_instance_for, packed_write_instance_for, widest_vec
@@ -25,6 +26,7 @@ WRITES = (  # key dtype, cache format, head size
     (BFLOAT16, E4M3, 64),
 )
 PLAIN, QUANTISED = WRITES[3], WRITES[4]  # of which there are variants
+FORMATS = tuple((dtype, kv_format) for dtype in (FLOAT16, BFLOAT16) for kv_format in (dtype, E4M3, E5M2))  # of decode
 
 
 def _flash(dtype: np.dtype, kv_format: np.dtype, head_size: int, vec: int | None = None, **variant: bool) -> Instance:
@@ -33,6 +35,12 @@ def _flash(dtype: np.dtype, kv_format: np.dtype, head_size: int, vec: int | None
 
 def _packed(dtype: np.dtype, kv_format: np.dtype, head_size: int, vec: int | None = None, **variant: bool) -> Instance:
     return packed_write_instance_for(dtype, kv_format, head_size, BLOCK_SIZE, vec or widest_vec(dtype), **variant)
+
+
+def _decode(
+    dtype: np.dtype, kv_format: np.dtype, head_size: int, block_size: int = BLOCK_SIZE, group: int = 8, **variant: bool
+) -> Instance:
+    return decode_instance_for(dtype, kv_format, head_size, block_size, group, **variant)
 
 
 FLASH_WRITES = [
@@ -46,6 +54,14 @@ PACKED_WRITES = [
     _packed(*PLAIN, vec=1),
     *(_packed(*write, few=True) for write in (PLAIN, QUANTISED)),
 ]
+DECODES = [  # a group of 8 query heads and less, and one of more
+    *(_decode(dtype, kv_format, head_size) for dtype, kv_format in FORMATS for head_size in HOT_HEAD_SIZES),
+    *(_decode(dtype, kv_format, 128, group=16) for dtype, kv_format in FORMATS),
+    *(_decode(BFLOAT16, kv_format, 256) for kv_format in (BFLOAT16, E4M3)),
+    *(_decode(BFLOAT16, kv_format, 128, block_size) for kv_format in (BFLOAT16, E4M3) for block_size in (8, 32, 128)),
+    *(_decode(BFLOAT16, kv_format, 128, is_aligned=False) for kv_format in (BFLOAT16, E4M3)),
+    _decode(FLOAT32, FLOAT32, 128),
+]
 # One of each kernel that measures what the card allows; the others differ in how many loads they unroll.
 CEILINGS = [
     Instance("ceilings.cu", "read_packs", (8,)),
@@ -53,7 +69,7 @@ CEILINGS = [
     Instance("ceilings.cu", "empty_kernel", (0,)),
 ]
 
-INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *CEILINGS]
+INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *CEILINGS]
 
 
 def is_hot(instance: Instance) -> bool:

@@ -22,8 +22,10 @@ CHAINS = [
     ("cli", "ops", "validate", "problem", "layout", "dtypes"),
     ("cli", "ops", "cuda_ops", "write_plan", "kernels", "params", "dtypes"),
     ("cli", "ops", "ptx_ops", "ptx"),
+    ("compat", "ops", "decode_plan", "kernels"),
     ("cli", "ops", "numpy_ops", "problem"),
     ("cli", "instances", "write_plan"),
+    ("cli", "instances", "decode_plan", "kernels"),
     ("cli", "nvrtc", "kernels"),
 ]
 # Validation knows no backend, and no backend validates arguments or knows another.

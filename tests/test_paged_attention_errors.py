@@ -81,57 +81,63 @@ MISTAKES = {
 }
 FP8_MISTAKES = {
     "uint8_with_auto": (give(kv_cache_dtype="auto"), TypeError, "key_cache"),
-    "float8_of_the_other_format": (
-        both_caches(lambda a: a.view(ml_dtypes.float8_e5m2)),
-        (TypeError, ValueError),
-        "key_cache",
-    ),
-    "float8_keys_and_uint8_values": (
-        change("key_cache", lambda a: a.view(ml_dtypes.float8_e5m2)),
-        (TypeError, ValueError),
-        "key_cache|value_cache",
-    ),
     "k_scale_of_three_heads": (give(k_scale=np.ones(3, np.float32)), ValueError, "k_scale"),
     "v_scale_of_three_heads": (give(v_scale=np.ones(3, np.float32)), ValueError, "v_scale"),
     "k_scale_of_float64": (give(k_scale=np.ones(1, np.float64)), TypeError, "k_scale"),
     "v_scale_of_zero": (give(v_scale=0.0), ValueError, "v_scale"),
 }
+FLOAT8_MISTAKES = {
+    "of_the_other_format": (both_caches(lambda a: a.view(ml_dtypes.float8_e5m2)), "key_cache"),
+    "keys_beside_uint8_values": (
+        change("key_cache", lambda a: a.view(ml_dtypes.float8_e5m2)),
+        "key_cache|value_cache",
+    ),
+}
 
 
 def assert_raises_before_writing(backend, op, arguments, error, name):
-    """The error names the argument, and a given output keeps every bit."""
-    out = np.full(arguments["query"].shape, 7, np.float16) if isinstance(arguments["query"], np.ndarray) else None
-    given = {"out": out, **arguments}
-    with pytest.raises(error, match=rf"^({name}): "):
-        getattr(pagedkv, op)(**cases.put_all(backend, given))
-    assert out is None or np.all(out == 7)
+    """The error names the argument, and a given output keeps every bit. Indices on a device are checked as well."""
+    out = np.full(np.shape(arguments["query"]), 7, np.float16)
+    given = cases.put_all(backend, {"out": out, **arguments})
+    with pagedkv.checked(), pytest.raises(error, match=rf"^({name}): "):
+        getattr(pagedkv, op)(**given)
+    assert np.all(backend.get(given["out"]) == (0 if "out" in arguments else 7))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(read_backend, decode_op, rng, mistake):
+def test_mistakes(decode_backend, decode_op, rng, mistake):
     wrong, error, name = MISTAKES[mistake]
     arguments = cases.decode(rng, SEQ_LENS)
-    assert_raises_before_writing(read_backend, decode_op, {**arguments, **wrong(arguments)}, error, name)
+    assert_raises_before_writing(decode_backend, decode_op, {**arguments, **wrong(arguments)}, error, name)
 
 
 @pytest.mark.parametrize("mistake", FP8_MISTAKES)
-def test_mistakes_with_fp8(read_backend, decode_op, rng, mistake):
+def test_mistakes_with_fp8(decode_backend, decode_op, rng, mistake):
     wrong, error, name = FP8_MISTAKES[mistake]
     arguments = cases.decode(rng, SEQ_LENS, kv_cache_dtype="fp8")
-    assert_raises_before_writing(read_backend, decode_op, {**arguments, **wrong(arguments)}, error, name)
+    assert_raises_before_writing(decode_backend, decode_op, {**arguments, **wrong(arguments)}, error, name)
+
+
+@pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
+def test_mistakes_with_float8_arrays(read_backend, decode_op, rng, mistake):
+    """Of host arrays: CuPy has no float8."""
+    wrong, name = FLOAT8_MISTAKES[mistake]
+    arguments = cases.decode(rng, SEQ_LENS, kv_cache_dtype="fp8")
+    arguments |= wrong(arguments)
+    assert_raises_before_writing(read_backend, decode_op, arguments, (TypeError, ValueError), name)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", cases.FP8_NAMES)
-def test_a_float32_query_on_an_fp8_cache_is_not_built(read_backend, decode_op, rng, kv_cache_dtype):
+def test_a_float32_query_on_an_fp8_cache_is_not_built(decode_backend, decode_op, rng, kv_cache_dtype):
     arguments = cases.decode(rng, SEQ_LENS, dtype=np.float32, kv_cache_dtype=kv_cache_dtype)
     with pytest.raises(NotImplementedError, match=r"^query: "):
-        cases.call_decode(read_backend, decode_op, arguments)
+        cases.call_decode(decode_backend, decode_op, arguments)
 
 
 @pytest.mark.parametrize(
     ("head_size", "kv_cache_dtype"), [(8, "fp8"), (40, "fp8"), (72, "fp8_e5m2"), (4, "auto"), (12, "auto")]
 )
-def test_head_sizes_that_the_packed_layout_cannot_hold(read_backend, decode_op, rng, head_size, kv_cache_dtype):
+def test_head_sizes_that_the_packed_layout_cannot_hold(decode_backend, decode_op, rng, head_size, kv_cache_dtype):
     """Not a multiple of x, the elements in 16 bytes; or, with x = 4 of float32, not one of 8."""
     dtype = np.float32 if kv_cache_dtype == "auto" else np.float16
     x = 4 if kv_cache_dtype == "auto" else 16
@@ -141,32 +147,32 @@ def test_head_sizes_that_the_packed_layout_cannot_hold(read_backend, decode_op, 
     arguments["query"] = arguments["query"][..., :head_size]
     arguments["value_cache"] = np.ascontiguousarray(arguments["value_cache"][:, :, :head_size])
     with pytest.raises(ValueError, match=r"^(head_size|key_cache|value_cache): "):
-        cases.call_decode(read_backend, decode_op, arguments)
+        cases.call_decode(decode_backend, decode_op, arguments)
 
 
-def test_head_sizes_above_256(read_backend, decode_op, rng):
+def test_head_sizes_above_256(decode_backend, decode_op, rng):
     with pytest.raises((ValueError, NotImplementedError), match=r"^head_size: "):
-        cases.call_decode(read_backend, decode_op, cases.decode(rng, SEQ_LENS, head_size=264))
+        cases.call_decode(decode_backend, decode_op, cases.decode(rng, SEQ_LENS, head_size=264))
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 17, 24, 512])
-def test_block_sizes_that_the_packed_layout_does_not_have(read_backend, decode_op, rng, block_size):
+def test_block_sizes_that_the_packed_layout_does_not_have(decode_backend, decode_op, rng, block_size):
     with pytest.raises(ValueError, match=r"^block_size: "):
-        cases.call_decode(read_backend, decode_op, cases.decode(rng, SEQ_LENS, block_size=block_size))
+        cases.call_decode(decode_backend, decode_op, cases.decode(rng, SEQ_LENS, block_size=block_size))
 
 
 @pytest.mark.parametrize("block_id", [-1, "num_blocks", 2**31 - 1])
-def test_a_visible_block_outside_the_pool(read_backend, decode_op, rng, block_id):
+def test_a_visible_block_outside_the_pool(decode_backend, decode_op, rng, block_id):
     arguments = cases.decode(rng, SEQ_LENS)
     arguments["block_tables"][3, 2] = len(arguments["key_cache"]) if block_id == "num_blocks" else block_id
-    assert_raises_before_writing(read_backend, decode_op, arguments, IndexError, "block_tables")
+    assert_raises_before_writing(decode_backend, decode_op, arguments, IndexError, "block_tables")
 
 
 @pytest.mark.parametrize(("seq_len", "error"), [(-1, ValueError), (1000, IndexError)])
-def test_a_length_below_zero_or_past_the_table(read_backend, decode_op, rng, seq_len, error):
+def test_a_length_below_zero_or_past_the_table(decode_backend, decode_op, rng, seq_len, error):
     arguments = cases.decode(rng, SEQ_LENS)
     arguments["seq_lens"][1] = seq_len
-    assert_raises_before_writing(read_backend, decode_op, arguments, error, "seq_lens")
+    assert_raises_before_writing(decode_backend, decode_op, arguments, error, "seq_lens")
 
 
 @pytest.mark.gpu
@@ -182,29 +188,30 @@ def test_arrays_on_two_devices(decode_op, rng, name):
 
 
 @pytest.mark.parametrize("target", ["out", "lse_out"])
-def test_read_only_outputs(read_backend, decode_op, rng, target):
-    if read_backend.name == "cuda":
+def test_read_only_outputs(decode_backend, decode_op, rng, target):
+    if decode_backend.name == "cuda":
         pytest.skip("CuPy has no read-only arrays")
     arguments = cases.decode(rng, SEQ_LENS)
-    out, lse = cases.call_decode(read_backend, decode_op, arguments)
+    out, lse = cases.call_decode(decode_backend, decode_op, arguments)
     locked = {"out": np.zeros_like(out), "lse_out": np.zeros_like(lse)}[target]
     locked.flags.writeable = False
     with pytest.raises(ValueError, match=rf"^{target}: "):
-        cases.call_decode(read_backend, decode_op, arguments, **{target: locked})
+        cases.call_decode(decode_backend, decode_op, arguments, **{target: locked})
     assert not locked.any()
 
 
 @pytest.mark.parametrize("partition_size", [0, -16])
-def test_partition_sizes_below_one(read_backend, rng, partition_size):
+def test_partition_sizes_below_one(decode_backend, rng, partition_size):
     with pytest.raises(ValueError, match=r"^partition_size: "):
         cases.call_decode(
-            read_backend, "paged_attention_v2", cases.decode(rng, SEQ_LENS), partition_size=partition_size
+            decode_backend, "paged_attention_v2", cases.decode(rng, SEQ_LENS), partition_size=partition_size
         )
 
 
+@pytest.mark.parametrize("partition_size", [None, 16])
 @pytest.mark.parametrize("workspace", ["one byte short", "empty", "float32", "two axes"])
-def test_workspaces_that_do_not_do(read_backend, rng, workspace):
-    arguments, options = cases.decode(rng, SEQ_LENS), {"max_seq_len": 40, "partition_size": 16}
+def test_workspaces_that_do_not_do(decode_backend, rng, workspace, partition_size):
+    arguments, options = cases.decode(rng, SEQ_LENS), {"max_seq_len": 40, "partition_size": partition_size}
     nbytes = pagedkv.workspace_nbytes("paged_attention_v2", num_tokens=4, num_heads=4, head_size=64, **options)
     array, error = {
         "one byte short": (np.zeros(nbytes - 1, np.uint8), ValueError),
@@ -213,7 +220,7 @@ def test_workspaces_that_do_not_do(read_backend, rng, workspace):
         "two axes": (np.zeros((2, nbytes), np.uint8), ValueError),
     }[workspace]
     wrong = {**arguments, **options, "workspace": array}
-    assert_raises_before_writing(read_backend, "paged_attention_v2", wrong, error, "workspace")
+    assert_raises_before_writing(decode_backend, "paged_attention_v2", wrong, error, "workspace")
 
 
 def test_workspace_nbytes_of_an_unknown_op():

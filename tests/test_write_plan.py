@@ -153,12 +153,16 @@ def forget(monkeypatch):
 
 
 def test_a_call_of_the_same_form_repeats_with_its_own_pointers():
-    seen = []
     first = repeats.Call("op", (device_array(4096), None, 0.5), ("auto",))
-    assert not first.replay()
-    first.remember(seen.append)
-    assert repeats.Call("op", (device_array(8192), None, 0.5), ("auto",)).replay()
-    assert seen == [[8192, 0, 0]]
+    assert first.replay() is repeats.MISS
+    first.remember(lambda pointers: ("launched", pointers))
+    again = repeats.Call("op", (device_array(8192), None, 0.5), ("auto",))
+    assert again.replay() == ("launched", [8192, 0, 0])
+
+
+def test_a_launch_that_returns_nothing_is_no_miss():
+    repeats.Call("op", (device_array(),), ()).remember(lambda pointers: None)
+    assert repeats.Call("op", (device_array(),), ()).replay() is None
 
 
 @pytest.mark.parametrize(
@@ -179,19 +183,19 @@ def test_a_call_of_the_same_form_repeats_with_its_own_pointers():
 )
 def test_a_call_of_another_form_does_not(other):
     repeats.Call("op", (device_array(), None, 0.5), ("auto",)).remember(lambda pointers: None)
-    assert not repeats.Call(*other).replay()
+    assert repeats.Call(*other).replay() is repeats.MISS
 
 
 def test_one_and_true_and_one_point_zero_are_told_apart():
     repeats.Call("op", (device_array(), 1), ()).remember(lambda pointers: None)
-    assert not repeats.Call("op", (device_array(), 1.0), ()).replay()
+    assert repeats.Call("op", (device_array(), 1.0), ()).replay() is repeats.MISS
     assert repeats.Call("op", (device_array(), True), ()).key is None
 
 
 def test_what_is_never_repeated():
     assert repeats.Call("op", (device_array(), np.zeros(3)), ()).key is None
     assert repeats.Call("op", (device_array(dtype=">f2"),), ()).key is None
-    assert not repeats.Call("op", (device_array(),), (["auto"],)).replay()
+    assert repeats.Call("op", (device_array(),), (["auto"],)).replay() is repeats.MISS
     with checked():
         assert repeats.Call("op", (device_array(),), ()).key is None
     with use_backend("numpy"):

@@ -1,0 +1,280 @@
+"""How decode steps are launched: decided on the host from the problem alone, and tested here without a GPU."""
+
+import numpy as np
+import pytest
+from cases import FLOATS
+
+import pagedkv
+from pagedkv import decode_plan, validate
+from pagedkv.instances import DECODES, is_hot
+from pagedkv.workspace import MOST_CTAS
+
+NAMES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "fp8": "__nv_fp8_e4m3"}
+NAMES |= {"fp8_e4m3": "__nv_fp8_e4m3", "fp8_e5m2": "__nv_fp8_e5m2"}
+NUM_SMS = 6
+
+
+def aligned(shape, dtype=np.float16, elements=0):
+    """Zeros that begin some elements after a 16-byte boundary."""
+    dtype = np.dtype(dtype)
+    room = np.zeros(int(np.prod(shape)) * dtype.itemsize + 64, np.uint8)
+    start = -room.ctypes.data % 16 + elements * dtype.itemsize
+    return room[start : start + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+SIZES = {"seqs": 3, "heads": 4, "kv_heads": 2, "head_size": 64, "block_size": 16, "columns": 5}
+
+
+def arguments(dtype="float16", kv_cache_dtype="auto", **given):
+    """Those of a call. Given are sizes, and for an array how many elements after a boundary it begins."""
+    seqs, heads, kv_heads, head_size, block_size, columns = (given.get(name, size) for name, size in SIZES.items())
+    cache_dtype = np.dtype(FLOATS[dtype] if kv_cache_dtype == "auto" else np.uint8)
+    x = 16 // cache_dtype.itemsize
+    arrays = {
+        "query": ((seqs, heads, head_size), FLOATS[dtype]),
+        "key_cache": ((4, kv_heads, head_size // x, block_size, x), cache_dtype),
+        "value_cache": ((4, kv_heads, head_size, block_size), cache_dtype),
+        "block_tables": ((seqs, columns), np.int32),
+        "seq_lens": ((seqs,), np.int32),
+        "out": ((seqs, heads, head_size), FLOATS[dtype]),
+    }
+    made = {name: aligned(*array, given.get(name, 0)) for name, array in arrays.items()}
+    return made | {"kv_cache_dtype": kv_cache_dtype}
+
+
+def problem(given, *, single_pass=True, **options):
+    """The validated problem of a call with these arguments."""
+    names = ("scale", "max_seq_len", "alibi_slopes", "sinks", "k_scale", "v_scale", "lse_out")
+    plain = dict.fromkeys(names) | {"window_size": (-1, -1), "softcap": 0.0, "return_lse": False}
+    return validate.paged_attention(**plain | given | options, single_pass=single_pass)
+
+
+def instance_of(**sizes):
+    return decode_plan.decode_instance(problem(arguments(**sizes)))
+
+
+# ---- instances ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_instances_follow_dtypes_and_sizes(dtype, kv_cache_dtype):
+    instance = instance_of(dtype=dtype, kv_cache_dtype=kv_cache_dtype, head_size=96, block_size=32)
+    cache = NAMES[dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
+    assert instance.kernel == "paged_attention"
+    assert instance.arguments[:4] == (NAMES[dtype], cache, 96, 32)
+
+
+@pytest.mark.parametrize(("group", "heads"), [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 16), (71, 16)])
+def test_large_groups_take_wide_ctas(group, heads):
+    """But for float32, whose scan keeps each head's accumulators in the registers of every lane."""
+    assert instance_of(heads=2 * group).arguments[4] == heads
+    assert instance_of(heads=2 * group, dtype="float32").arguments[4] == 8
+
+
+@pytest.mark.parametrize("head_size", [16, 64, 128, 192, 256])
+@pytest.mark.parametrize("group", [8, 16])
+@pytest.mark.parametrize("formats", [("float16", "auto"), ("bfloat16", "fp8"), ("float32", "auto")], ids="-".join)
+def test_as_many_tiles_are_on_their_way_as_shared_memory_holds(formats, group, head_size):
+    """By hand: rings of 2 * ahead + 1 stages of 32 tokens; in float32 queries and weights of 8 heads."""
+    sizes = {"dtype": formats[0], "kv_cache_dtype": formats[1], "heads": 2 * group, "head_size": head_size}
+    launch = decode_plan.plan_decode(problem(arguments(**sizes)), NUM_SMS).launch
+    *_, warps, ahead, _ = launch.instance.arguments
+    tile = 32 * head_size * (1 if formats[1] == "fp8" else 2)
+    if formats[0] == "float32":
+        assert launch.shared_bytes == warps * 8 * (head_size + 32) * 4
+    else:
+        assert launch.shared_bytes == warps * (2 * ahead + 1) * tile
+        fits_one_more = warps * (2 * ahead + 3) * tile <= decode_plan.SHARED_BYTES
+        assert ahead == decode_plan.MOST_TILES_AHEAD or not fits_one_more
+        assert warps == 4 or 2 * warps * 3 * tile > decode_plan.SHARED_BYTES
+    assert launch.shared_bytes <= decode_plan.SHARED_BYTES
+    assert launch.threads == 32 * warps
+
+
+@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache"])
+@pytest.mark.parametrize(("elements", "flag"), [(0, "true"), (1, "false"), (4, "false"), (8, "true")])
+def test_each_array_that_is_read_in_packs_must_be_aligned(name, elements, flag):
+    assert instance_of(**{name: elements}).arguments[-1] == flag
+
+
+def test_outputs_need_no_alignment():
+    assert instance_of(out=3).arguments[-1] == "true"
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache"])
+def test_each_stride_between_packs_must_be_aligned(name, axis):
+    """A stride of four more elements than the axes within."""
+    given = arguments()
+    array = given[name]
+    strides = list(array.strides)
+    strides[axis] += 8
+    strides[0] += 16 * array.shape[1] * axis  # no overlap
+    given[name] = np.lib.stride_tricks.as_strided(aligned((1 << 16,)), array.shape, strides)
+    assert decode_plan.decode_instance(problem(given)).arguments[-1] == "false"
+
+
+def test_the_list_of_instances_has_all_kinds():
+    kinds = {(instance.arguments[0], instance.arguments[1]) for instance in DECODES}
+    sixteen = {"__half", "__nv_bfloat16"}
+    fp8 = {"__nv_fp8_e4m3", "__nv_fp8_e5m2"}
+    assert kinds == {(d, c) for d in sixteen for c in fp8 | {d}} | {("float", "float")}
+    for place, wanted in ((2, {64, 128, 256}), (3, {8, 16, 32, 128}), (4, {8, 16}), (7, {"true", "false"})):
+        assert {instance.arguments[place] for instance in DECODES} == wanted
+    cold = [instance for instance in DECODES if not is_hot(instance)]
+    assert all(instance.arguments[2] == 256 or instance.arguments[1] == "float" for instance in cold)
+
+
+# ---- grid, workspace, counters --------------------------------------------------------------------------------------
+
+
+def planned(single_pass=False, num_sms=NUM_SMS, **options):
+    options = dict(options)
+    sizes = {name: options.pop(name) for name in ("seqs", "heads", "kv_heads", "columns") if name in options}
+    return decode_plan.plan_decode(problem(arguments(**sizes), single_pass=single_pass, **options), num_sms)
+
+
+def params_of(plan):
+    return plan.launch.params.view(decode_plan.DECODE_PARAMS)[()]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "units"), [(4, 2, 2), (8, 1, 1), (18, 2, 2), (34, 2, 4), (71, 1, 5)])
+def test_a_cta_per_sequence_and_part_of_a_group_in_v1(heads, kv_heads, units):
+    plan = planned(single_pass=True, seqs=5, heads=heads, kv_heads=kv_heads)
+    assert plan.launch.grid == (5 * units,)
+    assert (plan.workspace_bytes, plan.num_counters) == (0, 0)
+    params = params_of(plan)
+    assert params["units_per_kv_head"] == units // kv_heads
+    assert params["units_per_sequence"] == units
+    assert (params["num_partitions"], params["num_states"]) == (1, 0)
+    assert params["partition_size"] >= 2**31 - 1  # longer than any sequence
+
+
+@pytest.mark.parametrize(
+    ("partition_size", "max_seq_len", "partitions"),
+    [(16, None, 5), (32, None, 3), (80, None, 1), (512, None, 1), (16, 33, 3), (16, 32, 2), (16, 1000, 5)],
+)
+def test_a_cta_per_partition(partition_size, max_seq_len, partitions):
+    """Of what the table holds, 5 blocks of 16, or of the hint, where that is less."""
+    plan = planned(partition_size=partition_size, max_seq_len=max_seq_len, seqs=3, heads=34, kv_heads=2)
+    assert plan.launch.grid == (3 * 4 * partitions,)
+    assert plan.num_counters == 3 * 4
+    assert plan.workspace_bytes == 3 * 34 * partitions * (64 + 2) * 4
+    params = params_of(plan)
+    assert params["partition_size"] == partition_size
+    assert params["num_partitions"] == partitions
+    assert params["num_states"] == 3 * 34 * partitions
+
+
+@pytest.mark.parametrize(("num_sms", "ctas"), [(1, 2), (6, 12), (132, 264), (10_000, MOST_CTAS)])
+@pytest.mark.parametrize(("heads", "width"), [(4, 8), (34, 16)])
+def test_shares_follow_the_card_alone(num_sms, ctas, heads, width):
+    """Two states of each head for each CTA, whatever the batch holds."""
+    for seqs, columns in ((1, 1), (7, 900)):
+        plan = planned(num_sms=num_sms, seqs=seqs, columns=columns, heads=heads)
+        assert plan.launch.grid == (ctas,)
+        assert plan.workspace_bytes == 2 * ctas * width * (64 + 2) * 4
+        assert plan.num_counters == seqs * -(-heads // 2 // width) * 2
+        assert params_of(plan)["partition_size"] == 0
+        assert params_of(plan)["num_states"] == 2 * ctas * width
+
+
+@pytest.mark.parametrize("options", [{}, {"partition_size": 16}, {"partition_size": 32, "max_seq_len": 70}], ids=str)
+@pytest.mark.parametrize("heads", [2, 16, 34])
+def test_what_workspace_nbytes_says_is_enough(options, heads):
+    plan = planned(num_sms=10_000, heads=heads, **options)
+    sizes = {"num_tokens": 3, "num_heads": heads, "head_size": 64, "max_seq_len": 80} | options
+    assert plan.workspace_bytes <= pagedkv.workspace_nbytes("paged_attention_v2", **sizes)
+
+
+def test_more_partitions_than_a_grid_has():
+    given = arguments()
+    given["block_tables"] = np.broadcast_to(np.zeros(1, np.int32), (3, 2**26))
+    asked = problem(given, single_pass=False, partition_size=1)
+    with pytest.raises(ValueError, match="query: expected fewer sequences and partitions in one call"):
+        decode_plan.plan_decode(asked, NUM_SMS)
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_every_array():
+    """Each stride from its own array, all different."""
+    given = {
+        "query": np.zeros((3, 7, 80), np.float16)[:, :6, :64],
+        "key_cache": np.zeros((4, 3, 4, 16, 16), np.uint8)[:, :2],
+        "value_cache": np.zeros((8, 2, 80, 16), np.uint8)[::2, :, :64],
+        "block_tables": np.zeros((3, 10), np.int32)[:, ::2],
+        "seq_lens": np.zeros((3, 4), np.int32)[:, 1],
+        "out": np.zeros((3, 9, 96), np.float16)[:, :6, :64],
+        "lse_out": np.zeros((6, 11), np.float32)[:, :9:3],
+        "alibi_slopes": np.zeros(30, np.float32)[::5],
+        "sinks": np.zeros(42, np.float32)[::7],
+        "k_scale": np.ones(8, np.float32)[::4],
+        "v_scale": np.ones(12, np.float32)[::6],
+    }
+    options = {"scale": 0.25, "softcap": 30.0, "window_size": (12, 0), "kv_cache_dtype": "fp8"}
+    plan = decode_plan.plan_decode(problem(given, **options), NUM_SMS)
+    params = params_of(plan)
+    expected = {
+        "query_token_stride": 560, "query_head_stride": 80,
+        "key_block_stride": 3072, "key_head_stride": 1024, "value_block_stride": 5120, "value_head_stride": 1280,
+        "table_stride": 10, "table_step": 2, "seq_len_stride": 4,
+        "out_token_stride": 864, "out_head_stride": 96, "out_feature_stride": 1,
+        "lse_head_stride": 11, "lse_token_stride": 3, "slope_stride": 5, "sink_stride": 7,
+        "scale": 0.25, "softcap": 30.0, "k_scale": 1.0, "v_scale": 1.0, "k_scale_stride": 4, "v_scale_stride": 6,
+        "num_seqs": 3, "num_heads": 6, "queries_per_kv": 3, "units_per_kv_head": 1, "units_per_sequence": 2,
+        "window_left": 12, "partition_size": 2**31 - 1, "num_partitions": 1, "num_states": 0, "sinks_are_float32": 1,
+    }  # fmt: skip
+    assert {name: params[name].item() for name in params.dtype.names} == expected
+
+
+def test_outputs_of_any_strides():
+    """The last axis of the output too, which alone need not be contiguous."""
+    given = arguments() | {"out": np.zeros((64, 4, 3), np.float16).T}
+    params = params_of(decode_plan.plan_decode(problem(given), NUM_SMS))
+    assert [params[f"out_{axis}_stride"] for axis in ("token", "head", "feature")] == [1, 3, 12]
+
+
+def test_what_is_left_out_has_strides_of_zero():
+    params = params_of(planned(single_pass=True))
+    names = ("lse_head_stride", "lse_token_stride", "slope_stride", "sink_stride", "k_scale_stride", "v_scale_stride")
+    assert not any(params[name] for name in names)
+    assert (params["window_left"], params["softcap"], params["scale"]) == (-1, 0, np.float32(64**-0.5))
+
+
+def test_scales_that_are_numbers_travel_in_the_struct():
+    given = arguments(kv_cache_dtype="fp8_e5m2")
+    asked = problem(given, k_scale=0.5, v_scale=2.0)
+    params = params_of(decode_plan.plan_decode(asked, NUM_SMS))
+    assert (params["k_scale"], params["v_scale"]) == (0.5, 2.0)
+    assert (params["k_scale_stride"], params["v_scale_stride"]) == (0, 0)
+    one = np.ones(1, np.float32)
+    params = params_of(decode_plan.plan_decode(problem(given, k_scale=one, v_scale=one), NUM_SMS))
+    assert (params["k_scale_stride"], params["v_scale_stride"]) == (0, 0)
+
+
+def test_scales_of_a_cache_that_is_not_fp8_do_not_reach_the_kernel():
+    asked = problem(arguments(), k_scale=np.full(2, 3, np.float32), v_scale=np.full(2, 5, np.float32))
+    params = params_of(decode_plan.plan_decode(asked, NUM_SMS))
+    assert (params["k_scale"], params["v_scale"], params["k_scale_stride"], params["v_scale_stride"]) == (1, 1, 0, 0)
+    assert decode_plan.decode_arrays(asked)[7:9] == [None, None]
+    params = params_of(decode_plan.plan_decode(problem(arguments(), k_scale=3.0, v_scale=5.0), NUM_SMS))
+    assert (params["k_scale"], params["v_scale"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("dtype", "flag"), [(np.float32, 1), (np.float16, 0)])
+def test_the_dtype_of_sinks_is_told(dtype, flag):
+    asked = problem(arguments(), sinks=np.zeros(4, dtype))
+    assert params_of(decode_plan.plan_decode(asked, NUM_SMS))["sinks_are_float32"] == flag
+
+
+def test_arrays_come_in_the_order_of_the_parameters():
+    optional = {"alibi_slopes": np.zeros(4, np.float32), "sinks": np.zeros(4, np.float32)}
+    optional |= {"k_scale": np.ones(2, np.float32), "v_scale": np.ones(2, np.float32)}
+    given = arguments(kv_cache_dtype="fp8") | optional | {"lse_out": np.zeros((4, 3), np.float32)}
+    order = ["query", "key_cache", "value_cache", "block_tables", "seq_lens"]
+    order += ["alibi_slopes", "sinks", "k_scale", "v_scale", "out", "lse_out"]
+    for name, array in zip(order, decode_plan.decode_arrays(problem(given)), strict=True):
+        assert array.owner is given[name]
