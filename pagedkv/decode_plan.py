@@ -24,6 +24,7 @@ LEAST_EVEN = 0.85  # of all CTAs: how many are enough for shares that end where 
 SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
 MOST_TILES_AHEAD = 2
 TILE_TOKENS = 32
+MOST_TILES = 2**31 - 1  # that shares can be counted in
 WIDEST_PART = 16  # query heads of a CTA: two columns of the tensor cores' tiles
 
 
@@ -44,13 +45,13 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     shape = problem.cache.shape
     units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
     units = problem.num_seqs * shape.num_kv_heads * units_per_kv_head
-    ctas, num_states = _division(problem, units, heads, num_sms)
-    if ctas > LARGEST_GRID:
-        raise ValueError(f"query: expected fewer sequences and partitions in one call, got {ctas} in all")
-    params = _params(problem, units_per_kv_head, num_states)
+    division = _division(problem, units, heads, num_sms)
+    if division.ctas > LARGEST_GRID:
+        raise ValueError(f"query: expected fewer sequences and partitions in one call, got {division.ctas} in all")
+    params = _params(problem, units_per_kv_head, division)
     shared = warps * _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
-    launch = Launch(instance, (ctas,), warps * 32, params, shared)
-    return DecodeLaunch(launch, num_states * (shape.head_size + 2) * 4, units if num_states else 0)
+    launch = Launch(instance, (division.ctas,), warps * 32, params, shared)
+    return DecodeLaunch(launch, division.num_states * (shape.head_size + 2) * 4, units if division.num_states else 0)
 
 
 def _check_addresses(problem: Attention) -> None:
@@ -68,19 +69,26 @@ def _check_addresses(problem: Attention) -> None:
         raise ValueError(f"workspace: expected {expected}, got {problem.workspace.pointer}")
 
 
-def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple[int, int]:
-    """CTAs, and partial states that they may leave."""
-    if problem.has_equal_shares:
-        ctas = _num_shares(
-            units,
-            units * -(-problem.longest // TILE_TOKENS),
-            num_sms,
-            many_tiles=MANY_TILES_FP8 if is_fp8(problem.cache.format) else MANY_TILES,
-        )
-        return ctas, 2 * ctas * heads
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How units are divided over CTAs. ``partition_size`` is 0 for equal shares, of any number of tiles."""
+
+    ctas: int
+    num_states: int  # that they may leave to be merged
+    partition_size: int
+    num_partitions: int = 1  # of a unit, at most
+
+
+def _division(problem: Attention, units: int, heads: int, num_sms: int) -> Division:
+    tiles = units * -(-problem.longest // TILE_TOKENS)
+    if problem.has_equal_shares and tiles <= MOST_TILES:
+        ctas = _num_shares(units, tiles, num_sms, MANY_TILES_FP8 if is_fp8(problem.cache.format) else MANY_TILES)
+        return Division(ctas, 2 * ctas * heads, partition_size=0)
+    if problem.has_equal_shares or problem.partition_size == 0:
+        return Division(units, 0, partition_size=LARGEST_GRID)
     partitions = max(1, problem.num_partials)
-    states = problem.num_seqs * problem.num_heads * partitions if problem.num_partials else 0
-    return units * partitions, states
+    states = problem.num_seqs * problem.num_heads * problem.num_partials
+    return Division(units * partitions, states, problem.partition_size, partitions)
 
 
 def _num_shares(units: int, tiles: int, num_sms: int, many_tiles: int) -> int:
@@ -151,7 +159,7 @@ def decode_arrays(problem: Attention) -> list[ArrayView | None]:
     return [*arrays, problem.out, problem.lse_out]
 
 
-def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.ndarray:
+def _params(problem: Attention, units_per_kv_head: int, division: Division) -> np.ndarray:
     cache, options, shape = problem.cache, problem.options, problem.cache.shape
     k_scale, v_scale = (_scale(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
     left, _ = options.window
@@ -163,7 +171,7 @@ def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.n
         *problem.out.strides[:2],
         *((0, 0) if problem.lse_out is None else problem.lse_out.strides),
         *(0 if array is None else array.strides[0] for array in (options.alibi_slopes, options.sinks)),
-        num_states,
+        division.num_states,
         options.scale,
         options.softcap,
         k_scale[0],
@@ -175,8 +183,8 @@ def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.n
         units_per_kv_head,
         shape.num_kv_heads * units_per_kv_head,
         left,
-        0 if problem.has_equal_shares else problem.partition_size or LARGEST_GRID,
-        max(1, problem.num_partials),
+        division.partition_size,
+        division.num_partitions,
         problem.num_heads,
         options.sinks is not None and options.sinks.dtype == FLOAT32,
     )
