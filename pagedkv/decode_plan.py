@@ -88,7 +88,7 @@ def _division(problem: Attention, units: int, heads: int, num_sms: int) -> Divis
         return Division(units, 0, partition_size=LARGEST_GRID)
     partitions = max(1, problem.num_partials)
     states = problem.num_seqs * problem.num_heads * problem.num_partials
-    return Division(units * partitions, states, problem.partition_size, partitions)
+    return Division(units * partitions, states, min(problem.partition_size, LARGEST_GRID), partitions)
 
 
 def _num_shares(units: int, tiles: int, num_sms: int, many_tiles: int) -> int:
