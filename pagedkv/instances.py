@@ -50,6 +50,7 @@ PACKED_WRITES = [
 CEILINGS = [
     Instance("ceilings.cu", "read_packs", (8,)),
     Instance("ceilings.cu", "copy_packs", (8,)),
+    Instance("ceilings.cu", "read_blocks", (8,)),
     Instance("ceilings.cu", "empty_kernel", (0,)),
 ]
 

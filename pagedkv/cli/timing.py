@@ -12,10 +12,10 @@ import numpy as np
 from pagedkv.kernels import Instance, load
 from pagedkv.params import STREAM_PARAMS
 
+from .read_floor import NEVER, PACK_BYTES
+
 FLUSH_BYTES = 256 << 20
 WARMUPS = 3
-NEVER = 0x7654321  # random packs hardly ever fold to this; a thread whose packs do stores one word
-PACK_BYTES = 16
 
 IN_FLIGHT = (1, 2, 4, 8)
 CEILINGS = {
