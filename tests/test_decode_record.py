@@ -168,7 +168,7 @@ def test_the_table():
     assert lines[17].startswith("| 256 | 2,048 on average | 64/8 |")
     text = "\n".join(lines)
     assert "bfloat16, packed cache auto, heads of 128, blocks of 16, medians." in text
-    assert "v2 12.3 with all memory given, 23.4 with none; v1 12.3" in text
+    assert "at most 25, v2 12.3 with all memory given, 23.4 with none; v1 12.3" in text
     assert "best read 268 MB in 60.0 (4.47 TB/s)" in text
     assert "Others as recorded on 2026-01-01, NVIDIA H200: as here; flashinfer 0.6." in text
 

@@ -15,6 +15,7 @@ SPREAD = 0.8  # of the logarithm of a ragged batch's lengths
 V1_ALLOWANCE = 1.1  # times v2's target: a single pass cannot divide what does not come out even
 OTHER_SIZES = 1.1  # the target of other head and block sizes, and of ragged batches
 FP8_SHARE = 1.15 / 2  # of the time with a 16-bit cache, which has twice the bytes
+HOST_US = 25.0  # that an eager call with one launch may keep the host
 LONG_US = 29.0  # a floor from which bytes, and not latency, decide
 DEFAULT_SHAPE = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "layout": "packed", "head_size": 128, "block_size": 16}
 

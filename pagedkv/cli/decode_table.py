@@ -1,5 +1,6 @@
 """The Markdown table of a ``bench decode`` record."""
 
+from .decode_rows import HOST_US
 from .markdown import Record, origin, table_lines
 from .table import size
 
@@ -64,7 +65,7 @@ def _notes(record: Record) -> list[str]:
     lines = [
         f"Measured in the same run, in us: empty kernel {record['ceilings']['empty_us']:.2f}; best read "
         f"{size(read['nbytes'])} in {read['us']:.1f} ({read['nbytes'] / read['us'] / 1e6:.2f} TB/s); the host's time "
-        f"for an eager call from CuPy arrays, {_host_costs(record)}."
+        f"for an eager call from CuPy arrays, which should be at most {HOST_US:.0f}, {_host_costs(record)}."
     ]
     if record["peers"]:
         source = record["peers"]
