@@ -76,4 +76,14 @@ struct StreamParams {
   uint32_t never;     // a value the reader's data does not fold to
 };
 
+// The floor of a decode step.
+struct BlockReadParams {
+  uint32_t num_items;  // 2 * num_seqs * max_blocks * num_kv_heads
+  uint32_t max_blocks;
+  uint32_t num_kv_heads;
+  uint32_t packs_per_head;  // of 16 bytes, in one block
+  int32_t block_size;
+  uint32_t never;  // as above
+};
+
 }  // namespace pagedkv
