@@ -37,6 +37,7 @@ class TensorCoreScan {
   // What a tile has of a block.
   static constexpr int PART_TOKENS = BLOCK_SIZE < TILE_TOKENS ? BLOCK_SIZE : TILE_TOKENS;
   static constexpr int PARTS = TILE_TOKENS / PART_TOKENS, PART_PACKS = STAGE_PACKS / PARTS;
+  static constexpr int VALUE_PACKS = PART_TOKENS < X ? 1 : PART_TOKENS / X;  // of a feature
 
  public:
   static constexpr int STAGE_BYTES = STAGE_PACKS * 16, SMEM_BYTES = STAGES * STAGE_BYTES;  // of a warp
@@ -139,11 +140,16 @@ class TensorCoreScan {
   __device__ __forceinline__ void copy_values() {
     if (copied_ < end_) {
       const int32_t first = copied_ * TILE_TOKENS;
-      constexpr int ROW_PACKS = PART_TOKENS < X ? 1 : PART_TOKENS / X;
-      copy_parts<ROW_PACKS>([&](int32_t block, int token) { return sequence_.values_of(block, first + token, 0); });
+      copy_parts<VALUE_PACKS>([&](int32_t block, int token) { return sequence_.values_of(block, first + token, 0); });
       copied_ += step_;
     }
     end_stage();
+  }
+
+  // Where a pack is put in a row of ROW_PACKS: of short rows, those that eight lanes read at once then differ in banks.
+  template <int ROW_PACKS>
+  static __device__ __forceinline__ int place(int row, int pack) {
+    return ROW_PACKS < 8 ? pack ^ row * ROW_PACKS / 8 % ROW_PACKS : pack;
   }
 
   // The parts of a tile that are seen. A part has rows of ROW_PACKS packs, which lie BLOCK_SIZE / PART_TOKENS times as
@@ -161,7 +167,8 @@ class TensorCoreScan {
         if (PART_PACKS % 32 != 0 && pack >= PART_PACKS) break;
         const int far_pack =
             PART_TOKENS == BLOCK_SIZE ? pack : row * (ROW_PACKS * BLOCK_SIZE / PART_TOKENS) + pack % ROW_PACKS;
-        copy_elements<X, IS_ALIGNED>(stage_smem + (part * PART_PACKS + pack) * X, source + far_pack * X, is_seen);
+        const int near_pack = part * PART_PACKS + row * ROW_PACKS + place<ROW_PACKS>(row, pack % ROW_PACKS);
+        copy_elements<X, IS_ALIGNED>(stage_smem + near_pack * X, source + far_pack * X, is_seen);
       }
     }
   }
@@ -184,7 +191,8 @@ class TensorCoreScan {
     return stage_smem_ + ((token / PART_TOKENS * (HEAD_SIZE / X) + pack) * PART_TOKENS + token % PART_TOKENS) * X;
   }
   __device__ __forceinline__ cache_t* values_smem(int token, int feature) const {
-    return stage_smem_ + (token / PART_TOKENS * HEAD_SIZE + feature) * PART_TOKENS + token % PART_TOKENS;
+    const int row = token / PART_TOKENS * HEAD_SIZE + feature, pack = token % PART_TOKENS / X;
+    return stage_smem_ + row * PART_TOKENS + place<VALUE_PACKS>(feature, pack) * X + token % PART_TOKENS % X;
   }
 
   // ---- S^T = K Q^T  [TILE_TOKENS, HEADS] ----------------------------------------------------------------------------
@@ -393,7 +401,9 @@ class TensorCoreScan {
   __device__ __forceinline__ void clear_unseen_values(int32_t first_token) const {
 #pragma unroll 1
     for (int pack = lane(); pack < STAGE_PACKS; pack += 32) {
-      const int first_of_pack = first_token + pack / PART_PACKS * PART_TOKENS + pack * X % PART_TOKENS;
+      const int row = pack % PART_PACKS / VALUE_PACKS;
+      const int first_of_pack =
+          first_token + pack / PART_PACKS * PART_TOKENS + place<VALUE_PACKS>(row, pack % VALUE_PACKS) * X;
 #pragma unroll 1
       for (int i = 0; i < X; i++)
         if (!sequence_.sees(first_of_pack + i % PART_TOKENS, 1)) stage_smem_[pack * X + i] = cache_t{};
