@@ -126,9 +126,9 @@ def paged_attention_v1(
 
     A sequence without visible keys gives 0 and an LSE of -inf (of the sink, where there is one). Raises, before
     anything is written, ValueError (shape, value, read-only target), TypeError (dtype, kind, mixed devices, JAX target)
-    or NotImplementedError (legal, not built: a float32 query on an fp8 cache, arrays on a device); on the host and
-    inside ``checked()`` IndexError for a visible block id or a length outside the cache or the table. After Kwon et
-    al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
+    or NotImplementedError (legal, not built: a float32 query on an fp8 cache); on the host and inside ``checked()``
+    IndexError for a visible block id or a length outside the cache or the table. After Kwon et al., "Efficient Memory
+    Management for Large Language Model Serving with PagedAttention" (2023).
 
     >>> out = paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens)
     >>> out, lse = paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens, return_lse=True)
@@ -190,7 +190,7 @@ def paged_attention(
 
     >>> out = paged_attention(query, key_cache, value_cache, block_tables, seq_lens, softcap=30.0)
     """
-    # Until both have kernels to measure, the caller's wish for partitions or a workspace is the only ground to choose.
+    # Until both have been measured, the caller's wish for partitions or a workspace is the only ground to choose.
     partitioned = any(options.get(name) is not None for name in ("partition_size", "workspace"))
     if partitioned:
         return paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, **options)
@@ -246,8 +246,8 @@ def flash_attn_varlen_func(
     return_softmax_lse: also return the natural logarithm of the softmax denominator.
     layout: ``"NHD"`` or ``"HND"``, the order of the two middle axes of both caches.
 
-    Raises what ``paged_attention_v1`` raises. Name and arguments are FlashAttention's; after Dao et al.,
-    "FlashAttention" (2022).
+    Raises what ``paged_attention_v1`` raises, and NotImplementedError for arrays on a device, so far. Name and
+    arguments are FlashAttention's; after Dao et al., "FlashAttention" (2022).
 
     >>> out = flash_attn_varlen_func(
     ...     q, k_cache, v_cache, cu_seqlens_q=starts, seqused_k=lens, block_table=table, causal=True

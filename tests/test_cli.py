@@ -18,6 +18,7 @@ OPS = [
     "flash_attn_varlen_func",
     "merge_attn_states",
 ]
+KERNELS = {op: op for op in OPS[:2]} | dict.fromkeys(OPS[2:4], "paged_attention")
 
 
 def call(*arguments):
@@ -279,10 +280,21 @@ def test_run_on_cuda(kv_cache_dtype):
     assert result.exit_code == 0, result.output
     rows = {row["op"]: row for row in json.loads(result.output)}
     assert list(rows) == OPS
-    for op in ("reshape_and_cache", "reshape_and_cache_flash"):
+    for op, kernel in KERNELS.items():
         assert rows[op]["backend"] == "cuda"
-        assert rows[op]["instance"].startswith(f"{op}<")
+        assert rows[op]["instance"].startswith(f"{kernel}<")
         assert rows[op]["microseconds"] > 0
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_run_on_ptx(kv_cache_dtype):
+    result = call("run", *SMALL, "--backend", "ptx", "--json", "--kv-cache-dtype", kv_cache_dtype)
+    assert result.exit_code == 0, result.output
+    for row in json.loads(result.output):
+        kernel = KERNELS.get(row["op"])
+        assert row["backend"] == ("numpy" if kernel is None else "ptx")
+        assert row["instance"] is None if kernel is None else row["instance"].startswith(f"{kernel}<")
 
 
 def test_an_op_without_a_kernel_asked_for_on_cuda(monkeypatch):

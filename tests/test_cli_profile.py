@@ -56,6 +56,22 @@ def test_json_holds_every_line_and_adds_up():
     assert sum(store["sectors"] for store in stores) == launch["traffic"]["global store"]["sectors"]
 
 
+@pytest.mark.parametrize(("short", "op"), [("v1", "paged_attention_v1"), ("v2", "paged_attention_v2")])
+def test_lines_of_a_decode(short, op):
+    output = profiled(short, *SMALL, "--heads", "4")
+    assert output == profiled(op, *SMALL, "--heads", "4")
+    grid = {"v1": 2 * 2, "v2": 2 * 4}[short]  # a CTA per sequence and kv head, two per multiprocessor
+    assert output.startswith(f"paged_attention<__half, __half, 64, 16, 8, 4, 2, true>, grid {grid} of 128 threads")
+    assert "ldmatrix" in output and "global copy" in output
+
+
+def test_keys_and_values_of_a_decode_are_copied_once():
+    (launch,) = json.loads(profiled("v1", *SMALL, "--heads", "4", "--json"))
+    blocks = 3  # of 17 tokens two, of the other sequence's, which are fewer, one
+    copied = blocks * 2 * 16 * 2 * 64 * 2  # K and V, slots, kv heads, features, bytes
+    assert launch["traffic"]["global copy"]["bytes"] == copied
+
+
 def test_comparison_tells_two_layouts_apart_in_one_screen():
     output = profiled("write", "--compare", "layout=NHD,HND")
     lines = output.splitlines()

@@ -22,14 +22,16 @@ from .options import POSITIVE, input_options
 from .profile_record import Record, launch_record, package_source
 from .profile_table import LEGEND, comparison_text, launch_text
 
+SHORT_NAMES = {"v1": "paged_attention_v1", "v2": "paged_attention_v2"}
 WRITES = {"packed": "reshape_and_cache", "NHD": "reshape_and_cache_flash", "HND": "reshape_and_cache_flash"}
 
 HELP = """Count what a kernel asks of the hardware, source line by source line. Needs no GPU.
 
-TARGET is an op, `write` for the one that writes --layout, or a file of your own:
+TARGET is an op, `write` for the one that writes --layout, `v1` or `v2` for that paged_attention, or a file of your own:
 
 \b
   pagedkv profile write --compare layout=NHD,HND
+  pagedkv profile v2 --compare kv-cache-dtype=auto,fp8
   pagedkv profile mine.cu --kernel 'scale<float>' --grid 4 --block 128 \\
       --arg 'float32[1024]' --arg 'float32[1024]' --arg int32=1024
 
@@ -82,9 +84,9 @@ def _settings(compare: str | None, options: dict[str, Any]) -> tuple[tuple[str, 
 
 
 def _profile_op(target: str, options: dict[str, Any]) -> list[Record]:
-    op = WRITES[options["layout"]] if target == "write" else target
+    op = WRITES[options["layout"]] if target == "write" else SHORT_NAMES.get(target, target)
     if op not in OPS:
-        raise Mistake(unknown("op", op, ["write", *OPS]))
+        raise Mistake(unknown("op", op, ["write", *SHORT_NAMES, *OPS]))
     if not has_kernel(op, "ptx"):
         raise NotImplementedError(f"{op} has no kernel yet")
     sizes = Sizes(**options | {"dtype": BY_NAME[options["dtype"]]})
