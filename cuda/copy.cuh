@@ -104,6 +104,17 @@ __device__ __forceinline__ void store_joined(T* target, const Pack<T, N>& pack) 
   store_whole(reinterpret_cast<typename Pack<T, N>::word_t*>(target), pack.word);
 }
 
+// The same wherever the elements go, at once only where they are aligned.
+template <bool IS_ALIGNED, class T, int N>
+__device__ __forceinline__ void store_elements(T* target, const Pack<T, N>& pack) {
+  if constexpr (IS_ALIGNED) {
+    store_joined(target, pack);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) target[i] = pack.get(i);
+  }
+}
+
 // Elements before the first address that is aligned for a pack of N.
 template <int N, class T>
 __device__ __forceinline__ uint32_t elements_to_alignment(const T* pointer) {

@@ -1,6 +1,6 @@
-// A warp's scan of tiles of one sequence in float32, for up to HEADS query heads that share a kv head. A lane scores one
-// token of a tile for all heads, then accumulates some features over all tokens. Queries and weights are read from shared
-// memory, where all lanes want the same word.
+// A warp's scan of tiles of one sequence in float32, for up to HEADS query heads that share a kv head. A lane scores
+// one token of a tile for all heads, then accumulates some features over all tokens. Queries and weights are read from
+// shared memory, where all lanes want the same word.
 #pragma once
 #include "copy.cuh"
 #include "paging.cuh"
@@ -52,7 +52,8 @@ class CudaCoreScan {
 #pragma unroll
       for (int head = 0; head < HEADS; head++) {
         const float slope = head < num_heads_ ? options.slope(head) : 0.0f;
-        update(head, is_seen ? options.logit(scores[head], slope, token) : -CUDART_INF_F);
+        if (!options.are_plain()) scores[head] = options.logit(scores[head], slope, token);
+        update(head, scores[head], options.are_plain() ? options.scale_log2 : 1.0f, is_seen);
       }
       __syncwarp();
       multiply_values(tile_ * TILE_TOKENS);
@@ -90,12 +91,14 @@ class CudaCoreScan {
     }
   }
 
-  // Takes one logit of every lane into a head's state, and leaves their weights in shared memory.
-  __device__ __forceinline__ void update(int head, float logit) {
-    float largest = fmaxf(logit, max_logit_[head]);
+  // Takes one score of every lane that has `is_seen` into a head's state, and leaves their weights in shared memory.
+  __device__ __forceinline__ void update(int head, float score, float factor_of_score, bool is_seen) {
+    float largest = is_seen ? fmaxf(score * factor_of_score, max_logit_[head]) : max_logit_[head];
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, distance));
-    const float factor = weight(max_logit_[head], largest), mine = weight(logit, largest);
+    for (int distance = 16; distance > 0; distance /= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, distance));
+    const float factor = weight(max_logit_[head], largest),
+                mine = is_seen ? weight(score, factor_of_score, largest) : 0.0f;
     float sum = mine;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(WARP, sum, distance);

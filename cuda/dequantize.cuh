@@ -1,5 +1,5 @@
-// Packs of a cache as words of two numbers that tensor cores multiply. fp8 codes become float16, which holds all of them
-// exactly whatever the query's dtype.
+// Packs of a cache as words of two numbers that tensor cores multiply. fp8 codes become float16, which holds all of
+// them exactly whatever the query's dtype.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,8 +29,9 @@ __device__ __forceinline__ uint32_t float16_pair(uint32_t codes) {
   return pair.x | static_cast<uint32_t>(pair.y) << 16;
 }
 
-// Fragments of A from four 8 x 8 matrices of 16-bit words as ldmatrix loads them: upper and lower rows of one, then of the
-// next column. With 16-bit numbers they are one fragment. A word of 8-bit numbers has two pairs, and two matrices make one.
+// Fragments of A from four 8 x 8 matrices of 16-bit words as ldmatrix loads them: upper and lower rows of one, then of
+// the next column. With 16-bit numbers they are one fragment. A word of 8-bit numbers has two pairs, and two matrices
+// make one.
 template <class cache_t>
 __device__ __forceinline__ void make_fragments(const uint32_t (&matrices)[4], uint32_t (&fragments)[1][4]) {
 #pragma unroll

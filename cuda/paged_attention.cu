@@ -1,10 +1,10 @@
 // paged_attention_v1 and v2: attention of one query token per sequence over a packed cache.
 //
-// A CTA takes up to HEADS query heads that share a kv head, so that K and V are read once for all of them. Its warps scan
-// the tiles of a segment in turn, each with softmax states of its own, which the CTA then merges. v1 has one segment per
-// sequence. v2 has several, which leave their states in a workspace, and the CTA that arrives last merges them in their
-// order. How segments are cut is in partition.cuh, what a warp does with a tile in tensor_core_scan.cuh and, for float32,
-// in cuda_core_scan.cuh.
+// A CTA takes up to HEADS query heads that share a kv head, so that K and V are read once for all of them. Its warps
+// scan the tiles of a segment in turn, each with softmax states of its own, which the CTA then merges. v1 has one
+// segment per sequence. v2 has several, which leave their states in a workspace, and the CTA that arrives last merges
+// them in their order. How segments are cut is in partition.cuh, what a warp does with a tile in tensor_core_scan.cuh
+// and, for float32, in cuda_core_scan.cuh.
 #include "convert.cuh"
 #include "cuda_core_scan.cuh"
 #include "paging.cuh"
@@ -24,7 +24,7 @@ struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNE
   using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
 };
 
-// A softmax state with its accumulator in memory.
+// A softmax state with its accumulator, in shared memory or in the workspace.
 struct StoredState {
   float* acc;  // [head_size]
   float* max_logit;
@@ -36,7 +36,7 @@ struct StoredState {
   }
 };
 
-// Those of the heads of a warp or of a segment, in shared memory or in the workspace.
+// One for each head.
 template <int ROW>
 struct States {
   float* acc;         // [count, ROW]
@@ -53,8 +53,44 @@ struct States {
   }
 };
 
+// The accumulator of one state, spread over a warp: of every 128 numbers each lane holds four that adjoin.
+template <int HEAD_SIZE>
+struct WarpRow {
+  static constexpr int PACKS = (HEAD_SIZE + 127) / 128;
+  float4 packs[PACKS] = {};
+
+  static __device__ __forceinline__ int feature(int pack) { return (pack * 32 + threadIdx.x % 32) * 4; }
+  static __device__ __forceinline__ bool is_there(int pack) {
+    return HEAD_SIZE % 128 == 0 || feature(pack) < HEAD_SIZE;
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      float4& pack = packs[i];
+      pack.x *= factor, pack.y *= factor, pack.z *= factor, pack.w *= factor;
+    }
+  }
+  __device__ __forceinline__ void add(const float* acc, float factor) {
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      if (!is_there(i)) continue;
+      const float4 numbers = *reinterpret_cast<const float4*>(acc + feature(i));
+      float4& pack = packs[i];
+      pack.x += numbers.x * factor, pack.y += numbers.y * factor;
+      pack.z += numbers.z * factor, pack.w += numbers.w * factor;
+    }
+  }
+  __device__ __forceinline__ void store(const StoredState& target, const SoftmaxState& state) const {
+#pragma unroll
+    for (int i = 0; i < PACKS; i++)
+      if (is_there(i)) *reinterpret_cast<float4*>(target.acc + feature(i)) = packs[i];
+    if (threadIdx.x % 32 == 0) target.set(state);
+  }
+};
+
 // Where the results of a unit's heads go.
-template <class scalar_t>
+template <class scalar_t, bool IS_ALIGNED>
 struct Results {
   scalar_t* out;      // of the unit's sequence and first head
   float* lse;         // likewise, or null
@@ -66,30 +102,29 @@ struct Results {
   __device__ __forceinline__ Results(scalar_t* out, float* lse, const void* sinks, const Scale& v_scale,
                                      const Segment& segment, const DecodeParams& params)
       : out(out + segment.sequence * params.out_token_stride + segment.first_head * params.out_head_stride),
-        lse(lse == nullptr ? nullptr
-                           : lse + segment.sequence * params.lse_token_stride + segment.first_head * params.lse_head_stride),
+        lse(lse == nullptr
+                ? nullptr
+                : lse + segment.sequence * params.lse_token_stride + segment.first_head * params.lse_head_stride),
         sinks(sinks),
         v_scale(v_scale.of_head(segment.kv_head)),
         first_head(segment.first_head),
         params(params) {}
 
-  // By a warp, as merge_by_warp leaves them.
   template <int HEAD_SIZE>
-  __device__ __forceinline__ void write(int head, SoftmaxState state, const float4 (&acc)[(HEAD_SIZE + 127) / 128]) const {
+  __device__ __forceinline__ void write(int head, SoftmaxState state, const WarpRow<HEAD_SIZE>& row) const {
     float factor = v_scale;
     if (sinks != nullptr) factor *= state.merge({sink(head) * LOG2_E, 1.0f}).x;
     factor *= state.normalizer();
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
-      const int feature = (j * 32 + lane) * 4;
-      const float numbers[4] = {acc[j].x, acc[j].y, acc[j].z, acc[j].w};
-      scalar_t* target = out + head * params.out_head_stride + feature * params.out_feature_stride;
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (feature < HEAD_SIZE) target[i * params.out_feature_stride] = from_float<scalar_t>(numbers[i] * factor);
+    for (int i = 0; i < row.PACKS; i++) {
+      if (!row.is_there(i)) continue;
+      Pack<scalar_t, 4> pack;
+      const float4& numbers = row.packs[i];
+      pack.set(0, from_float<scalar_t>(numbers.x * factor)), pack.set(1, from_float<scalar_t>(numbers.y * factor));
+      pack.set(2, from_float<scalar_t>(numbers.z * factor)), pack.set(3, from_float<scalar_t>(numbers.w * factor));
+      store_elements<IS_ALIGNED>(out + head * params.out_head_stride + row.feature(i), pack);
     }
-    if (lse != nullptr && lane == 0) lse[head * params.lse_head_stride] = state.lse();
+    if (lse != nullptr && threadIdx.x % 32 == 0) lse[head * params.lse_head_stride] = state.lse();
   }
 
   __device__ __forceinline__ float sink(int head) const {
@@ -99,18 +134,19 @@ struct Results {
   }
 };
 
-// One state from `count`, of which `locate(i)` is the i-th. By a warp: every lane gets the state, and of the accumulator the
-// packs `lane`, `lane + 32` ...
+// One state from `count`, of which `locate(i)` is the i-th, in their order. By a warp, a lane for each of 32 at a time.
 template <int HEAD_SIZE, class Locate>
-__device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate,
-                                                      float4 (&sums)[(HEAD_SIZE + 127) / 128]) {
+__device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate, WarpRow<HEAD_SIZE>& row) {
   constexpr uint32_t WARP = 0xffffffffu;
   const int lane = threadIdx.x % 32;
   SoftmaxState state;
-  for (auto& sum : sums) sum = {};
+#pragma unroll 1
   for (int first = 0; first < count; first += 32) {
+    const bool is_there = first + lane < count;
+    const StoredState stored = locate(is_there ? first + lane : first);
     SoftmaxState part, parts;
-    if (first + lane < count) part = locate(first + lane).state();
+    if (is_there) part = stored.state();
+    const auto acc = reinterpret_cast<uint64_t>(stored.acc);
     parts.max_logit = part.max_logit;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
@@ -119,34 +155,14 @@ __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& l
     const float factor = weight(part.max_logit, parts.max_logit);
     parts.exp_sum = part.exp_sum * factor;
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
-    const float2 factors = state.merge(parts);
-    for (auto& sum : sums) sum.x *= factors.x, sum.y *= factors.x, sum.z *= factors.x, sum.w *= factors.x;
+    for (int distance = 16; distance > 0; distance /= 2)
+      parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
+    row.scale(state.merge(parts).x);
 #pragma unroll 8
-    for (int i = 0; i < min(32, count - first); i++) {
-      const float factor_of_i = __shfl_sync(WARP, factor, i);
-      const float* acc = locate(first + i).acc;
-#pragma unroll
-      for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++) {
-        const int feature = (j * 32 + lane) * 4;
-        if (HEAD_SIZE % 128 != 0 && feature >= HEAD_SIZE) continue;
-        const float4 numbers = *reinterpret_cast<const float4*>(acc + feature);
-        sums[j].x += numbers.x * factor_of_i, sums[j].y += numbers.y * factor_of_i;
-        sums[j].z += numbers.z * factor_of_i, sums[j].w += numbers.w * factor_of_i;
-      }
-    }
+    for (int i = 0; i < min(32, count - first); i++)
+      row.add(reinterpret_cast<const float*>(__shfl_sync(WARP, acc, i)), __shfl_sync(WARP, factor, i));
   }
   return state;
-}
-
-template <int HEAD_SIZE>
-__device__ __forceinline__ void store_by_warp(const StoredState& target, const SoftmaxState& state,
-                                              const float4 (&acc)[(HEAD_SIZE + 127) / 128]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < (HEAD_SIZE + 127) / 128; j++)
-    if ((j * 32 + lane) * 4 < HEAD_SIZE) *reinterpret_cast<float4*>(target.acc + (j * 32 + lane) * 4) = acc[j];
-  if (lane == 0) target.set(state);
 }
 
 // Whether this CTA is the last of `count` to arrive; what the others have written is then there to be read.
@@ -164,8 +180,8 @@ __device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t coun
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int WARPS, int TILES_AHEAD,
           bool IS_ALIGNED>
 __global__ void __launch_bounds__(WARPS * 32, 2)
-    paged_attention(const scalar_t* __restrict__ query,        // [num_seqs, num_heads, head_size]
-                    const cache_t* __restrict__ key_cache,     // [num_blocks, num_kv_heads, head_size / x, block_size, x]
+    paged_attention(const scalar_t* __restrict__ query,     // [num_seqs, num_heads, head_size]
+                    const cache_t* __restrict__ key_cache,  // [num_blocks, num_kv_heads, head_size / x, block_size, x]
                     const cache_t* __restrict__ value_cache,   // [num_blocks, num_kv_heads, head_size, block_size]
                     const int32_t* __restrict__ block_tables,  // [num_seqs, max_blocks]
                     const int32_t* __restrict__ seq_lens,      // [num_seqs]
@@ -201,8 +217,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
                params.query_head_stride, segment.num_heads);
   };
-  // Where a warp's states wait for those of the others: in part of its scan's memory, of which the next scan makes no use
-  // until it runs, unless that is too small.
+  // Where a warp's states wait for those of the others: in part of its scan's memory, of which the next scan makes no
+  // use until it runs, unless that is too small.
   constexpr bool STARTS_EARLY = HEADS * WarpStates::BYTES <= Scan::STAGE_BYTES;
   __shared__ void* warp_states_smem[WARPS];
 
@@ -213,21 +229,25 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (STARTS_EARLY && has_following) start(following);
     if (has_segment) {
       __syncthreads();  // all warps have left their states
-      const Results<scalar_t> results(out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
-      // First the states of the warps, then, if this CTA is the last of several, those of the segments.
+      const Results<scalar_t, IS_ALIGNED> results(
+          out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
+      // First the states of the warps and then, if there are several and this CTA is the last, those of the segments:
+      // by the same code, since code that runs for the first time comes slowly.
+#pragma unroll 1
       for (bool of_warps = true;; of_warps = false) {
         const bool is_result = !of_warps || segment.num_partials == 1;
+        const auto locate = [&](int i, int head) {
+          return of_warps ? WarpStates(warp_states_smem[i], HEADS).at(head) : partials.at(segment.state(i, head));
+        };
+#pragma unroll 1
         for (int head = warp; head < segment.num_heads; head += WARPS) {
-          float4 acc[(HEAD_SIZE + 127) / 128];
-          const auto locate = [&](int i) {
-            return of_warps ? WarpStates(warp_states_smem[i], HEADS).at(head) : partials.at(segment.state(i, head));
-          };
+          WarpRow<HEAD_SIZE> row;
           const SoftmaxState state =
-              merge_by_warp<HEAD_SIZE>(of_warps ? WARPS : segment.num_partials, locate, acc);
+              merge_by_warp(of_warps ? WARPS : segment.num_partials, [&](int i) { return locate(i, head); }, row);
           if (is_result)
-            results.template write<HEAD_SIZE>(head, state, acc);
+            results.write(head, state, row);
           else
-            store_by_warp<HEAD_SIZE>(partials.at(segment.state(segment.partial, head)), state, acc);
+            row.store(partials.at(segment.state(segment.partial, head)), state);
         }
         if (is_result || !is_last_to_arrive(counters + segment.unit, segment.num_partials)) break;
       }
@@ -236,6 +256,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (!has_following) break;
     segment = following;
     if (!STARTS_EARLY) start(segment);
+    schedule.find_partials(segment);
 
     const float scale = params.scale * Scale{k_scale, params.k_scale, params.k_scale_stride}.of_head(segment.kv_head);
     const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;

@@ -15,8 +15,8 @@ __device__ __forceinline__ SlotPosition locate(int64_t slot, const FastDivisor& 
   return {block, static_cast<int32_t>(slot - block * block_size.divisor)};
 }
 
-// The keys and values of one sequence and kv head in a packed cache, those that a query sees. Blocks without any are never
-// followed: their ids may be anything.
+// The keys and values of one sequence and kv head in a packed cache, those that a query sees. Blocks without any are
+// never followed: their ids may be anything.
 template <class cache_t, int BLOCK_SIZE>
 struct PackedSequence {
   static constexpr int X = 16 / sizeof(cache_t);  // features of a pack of K, tokens of a pack of V

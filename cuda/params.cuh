@@ -48,7 +48,6 @@ struct DecodeParams {
   int64_t seq_len_stride;
   int64_t out_token_stride;
   int64_t out_head_stride;
-  int64_t out_feature_stride;
   int64_t lse_head_stride;
   int64_t lse_token_stride;
   int64_t slope_stride;
@@ -68,13 +67,23 @@ struct DecodeParams {
   int32_t partition_size;      // tokens; 0 for equal shares
   int32_t num_partitions;      // of a sequence, at most
   int32_t num_heads;
-  int32_t sinks_are_float32;   // else they have the query's dtype
+  int32_t sinks_are_float32;  // else they have the query's dtype
 };
 
 // The ceilings a benchmark measures beside its kernels.
 struct StreamParams {
   int64_t num_packs;  // of 16 bytes
   uint32_t never;     // a value the reader's data does not fold to
+};
+
+// The floor of a decode step.
+struct BlockReadParams {
+  uint32_t num_items;  // 2 * num_seqs * max_blocks * num_kv_heads
+  uint32_t max_blocks;
+  uint32_t num_kv_heads;
+  uint32_t packs_per_head;  // of 16 bytes, in one block
+  int32_t block_size;
+  uint32_t never;  // as above
 };
 
 }  // namespace pagedkv

@@ -1,19 +1,29 @@
-// How a decode step is divided over CTAs. A unit is one sequence with the query heads that a CTA takes at once; a segment
-// is what one CTA does of a unit, a range of its keys; a unit of several segments leaves as many partial states.
+// How a decode step is divided over CTAs. A unit is one sequence with the query heads that a CTA takes at once; a
+// segment is what one CTA does of a unit, a range of its keys; a unit of several segments leaves as many partial
+// states.
 //
-// With a partition size, CTA p of a unit's takes the p-th partition of its keys. Otherwise every CTA takes an equal share
-// of the tiles of all units laid end to end, the last of one sequence and the first of the next, as in Osama et al.,
-// "Stream-K" (2023).
+// With a partition size, CTA p of a unit's takes the p-th partition of its keys. Otherwise every CTA takes an equal
+// share of the tiles of all units laid end to end, the last of one sequence and the first of the next, as in Osama et
+// al., "Stream-K" (2023).
 #pragma once
 #include "params.cuh"
+#include "ptx.cuh"
 
 namespace pagedkv {
+
+// a / b where that is below 2^20: an estimate in float32 is off by one at most.
+__device__ __forceinline__ int32_t small_quotient(int32_t a, int32_t b) {
+  const int32_t estimate = __float2int_rd(__int2float_rn(a) * approximate_reciprocal(__int2float_rn(b)));
+  const int32_t rest = a - estimate * b;
+  return estimate + (rest >= b) - (rest < 0);
+}
 
 struct Segment {
   int64_t unit;
   int32_t sequence, kv_head, first_head, num_heads;  // of the unit
   int32_t first_token, end_token;                    // keys that this segment sees
   int32_t query_position;                            // seq_len - 1
+  int32_t first_position, num_tiles;                 // of the unit, among all tiles (see below)
   int32_t partial, num_partials;                     // this state's place among those of the unit
   // Where those are kept.
   int64_t first_state;
@@ -50,9 +60,20 @@ class Schedule {
     }
   }
 
-  // The next segment of this CTA; false if there is none. All threads of a warp ask together.
+  // The next segment of this CTA; false if there is none. All threads of a warp ask together. What it says of partial
+  // states is there after find_partials, which can wait until the segment's keys are on their way.
   __device__ __forceinline__ bool next(Segment& segment) {
     return params_.partition_size > 0 ? next_partition(segment) : next_of_share(segment);
+  }
+
+  __device__ __forceinline__ void find_partials(Segment& segment) const {
+    if (params_.partition_size > 0) return;
+    const int32_t first_cta = owner_of(segment.first_position);
+    const int32_t last_cta = owner_of(segment.first_position + segment.num_tiles - 1);
+    segment.partial = blockIdx.x - first_cta, segment.num_partials = last_cta - first_cta + 1;
+    // A CTA leaves at most two states: of a unit that began before its share, and of one that goes on behind it.
+    segment.first_state = (2 * first_cta + 1) * HEADS;
+    segment.state_step = 2 * HEADS, segment.second_state_step = HEADS, segment.head_step = 1;
   }
 
  private:
@@ -61,9 +82,10 @@ class Schedule {
   }
 
   __device__ __forceinline__ void set_unit(Segment& segment, int32_t sequence, int32_t unit_head) const {
+    const int32_t units = params_.units_per_kv_head;
     segment.unit = int64_t{sequence} * params_.units_per_sequence + unit_head;
-    segment.sequence = sequence, segment.kv_head = unit_head / params_.units_per_kv_head;
-    const int32_t first_of_group = unit_head % params_.units_per_kv_head * HEADS;
+    segment.sequence = sequence, segment.kv_head = small_quotient(unit_head, units);
+    const int32_t first_of_group = (unit_head - segment.kv_head * units) * HEADS;
     segment.first_head = segment.kv_head * params_.queries_per_kv + first_of_group;
     segment.num_heads = min(HEADS, params_.queries_per_kv - first_of_group);
   }
@@ -94,14 +116,15 @@ class Schedule {
     for (int32_t i = lane * slice; i < min((lane + 1) * slice, params_.num_seqs); i++)
       tiles += keys(i).template num_tiles<TILE_TOKENS>();
     int32_t up_to = tiles;
-#pragma unroll
-    for (int32_t distance = 1; distance < 32; distance *= 2) {
+#pragma unroll 1
+    for (int32_t distance = 1; distance < min(32, params_.num_seqs); distance *= 2) {
       const int32_t before = __shfl_up_sync(0xffffffffu, up_to, distance);
       if (lane >= distance) up_to += before;
     }
-    const uint32_t total = __shfl_sync(0xffffffffu, up_to, 31) * params_.units_per_sequence;
-    const uint32_t num_shares = min(gridDim.x, total);  // none is empty
-    share_ = total / num_shares, larger_shares_ = total % num_shares;
+    const int32_t total = __shfl_sync(0xffffffffu, up_to, min(32, params_.num_seqs) - 1) * params_.units_per_sequence;
+    const int32_t num_shares = min(static_cast<int32_t>(gridDim.x), total);  // none is empty
+    share_ = static_cast<uint32_t>(total) / static_cast<uint32_t>(num_shares);
+    larger_shares_ = total - share_ * num_shares;
     if (blockIdx.x >= num_shares) return;
     position_ = first_of(blockIdx.x), end_ = first_of(blockIdx.x + 1);
 
@@ -113,16 +136,18 @@ class Schedule {
   }
 
   // Where a CTA's share begins. The first ones have a tile more than the others.
-  __device__ __forceinline__ int32_t first_of(uint32_t cta) const { return cta * share_ + min(cta, larger_shares_); }
-  __device__ __forceinline__ int32_t owner_of(uint32_t position) const {
-    const uint32_t of_larger = larger_shares_ * (share_ + 1);
-    return position < of_larger ? position / (share_ + 1) : larger_shares_ + (position - of_larger) / share_;
+  __device__ __forceinline__ int32_t first_of(int32_t cta) const { return cta * share_ + min(cta, larger_shares_); }
+  __device__ __forceinline__ int32_t owner_of(int32_t position) const {
+    const int32_t of_larger = larger_shares_ * (share_ + 1);
+    return position < of_larger ? small_quotient(position, share_ + 1)
+                                : larger_shares_ + small_quotient(position - of_larger, share_);
   }
 
   // Moves on to the sequence that the position lies in.
   __device__ __forceinline__ void settle() {
     for (; sequence_ < params_.num_seqs && position_ < end_; sequence_++) {
-      num_tiles_ = keys(sequence_).template num_tiles<TILE_TOKENS>();
+      visible_ = keys(sequence_);
+      num_tiles_ = visible_.template num_tiles<TILE_TOKENS>();
       if (position_ < (tiles_before_ + num_tiles_) * params_.units_per_sequence) return;
       tiles_before_ += num_tiles_;
     }
@@ -130,19 +155,16 @@ class Schedule {
 
   __device__ __forceinline__ bool next_of_share(Segment& segment) {
     if (position_ >= end_) return false;
-    const VisibleKeys visible = keys(sequence_);
+    const VisibleKeys visible = visible_;
     const int32_t in_sequence = position_ - tiles_before_ * params_.units_per_sequence;
-    const int32_t tile = in_sequence % num_tiles_, first_tile = visible.first / TILE_TOKENS + tile;
+    const int32_t unit_head = small_quotient(in_sequence, num_tiles_);
+    const int32_t tile = in_sequence - unit_head * num_tiles_, first_tile = visible.first / TILE_TOKENS + tile;
     const int32_t count = min(num_tiles_ - tile, end_ - position_);
-    set_unit(segment, sequence_, in_sequence / num_tiles_);
+    set_unit(segment, sequence_, unit_head);
     segment.first_token = max(visible.first, first_tile * TILE_TOKENS);
     segment.end_token = min(visible.end, (first_tile + count) * TILE_TOKENS);
     segment.query_position = visible.end - 1;
-    const int32_t first_cta = owner_of(position_ - tile), last_cta = owner_of(position_ - tile + num_tiles_ - 1);
-    segment.partial = blockIdx.x - first_cta, segment.num_partials = last_cta - first_cta + 1;
-    // A CTA leaves at most two states: of a unit that began before its share, and of one that goes on behind it.
-    segment.first_state = (2 * first_cta + 1) * HEADS;
-    segment.state_step = 2 * HEADS, segment.second_state_step = HEADS, segment.head_step = 1;
+    segment.first_position = position_ - tile, segment.num_tiles = num_tiles_;
     position_ += count;
     settle();
     return true;
@@ -150,8 +172,9 @@ class Schedule {
 
   const int32_t* seq_lens_;
   const DecodeParams& params_;
+  VisibleKeys visible_{0, -1};  // of the sequence that the position lies in
   int32_t position_ = 0, end_ = 0, tiles_before_ = 0, sequence_ = 0, num_tiles_ = 0;
-  uint32_t share_ = 0, larger_shares_ = 0;
+  int32_t share_ = 0, larger_shares_ = 0;
 };
 
 }  // namespace pagedkv

@@ -52,8 +52,8 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return power;
 }
 
-// Adds 1 and returns what was there. What this thread has written, or has seen by way of a barrier, is there for who adds
-// later; what those before have written is there for this thread.
+// Adds 1 and returns what was there. What this thread has written, or has seen by way of a barrier, is there for who
+// adds later; what those before have written is there for this thread.
 __device__ __forceinline__ int32_t arrive(int32_t* counter) {
   int32_t before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
@@ -65,8 +65,9 @@ __device__ __forceinline__ int32_t arrive(int32_t* counter) {
 
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
-// Begins to copy 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. By way of L1 (`.ca`): on an
-// H200, copies past it, bulk copies among them, come to 3.8 TB/s where these reach 4.5 if L1 has 60 KB left.
+// Begins to copy 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. By way of L1
+// (`.ca`): on an H200, copies past it, bulk copies among them, come to 3.8 TB/s where these reach 4.5 if L1 has 60 KB
+// left.
 __device__ __forceinline__ void copy_async(void* target_smem, const void* source, bool there) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(target_smem))),
@@ -88,7 +89,8 @@ __device__ __forceinline__ void wait_for_copies() {
 // D = A B + D with A [16, 16] and B [16, 8]. Lane l holds of A rows l / 4 and l / 4 + 8, of B column l / 4; of both the
 // numbers 2 (l % 4) and the next along k, and those 8 further on; of D columns 2 (l % 4) and the next.
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -100,8 +102,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of 16-bit words. Lane l gives the address of row l % 8 of matrix l / 8 and gets of each matrix words
-// 2 (l % 4) and the next of row l / 4.
+// Four 8 x 8 matrices of 16-bit words. Lane l gives the address of row l % 8 of matrix l / 8 and gets of each matrix
+// words 2 (l % 4) and the next of row l / 4.
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const void* row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])

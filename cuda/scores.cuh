@@ -16,6 +16,7 @@ struct ScoreOptions {
   int64_t slope_stride;
   int32_t query_position;
 
+  // Whether a score needs no more than its factor.
   __device__ __forceinline__ bool are_plain() const { return softcap == 0.0f && alibi_slopes == nullptr; }
   __device__ __forceinline__ float slope(int32_t head) const {
     return alibi_slopes == nullptr ? 0.0f : alibi_slopes[head * slope_stride];

@@ -27,16 +27,17 @@ class TensorCoreScan {
   static constexpr int TILE_TOKENS = 32;
 
  private:
-  static constexpr int X = Sequence::X;                                // numbers of a row of 16 bytes
-  static constexpr int FRAGMENTS = X / 8;                              // of A that four 8 x 8 matrices make
-  static constexpr int MATRICES = TILE_TOKENS / 8;                     // groups of 8 tokens, rows of S^T
-  static constexpr int KEY_STEPS = (HEAD_SIZE + 15) / 16;              // along the inner axis of S^T
+  static constexpr int X = Sequence::X;                                    // numbers of a row of 16 bytes
+  static constexpr int FRAGMENTS = X / 8;                                  // of A that four 8 x 8 matrices make
+  static constexpr int MATRICES = TILE_TOKENS / 8;                         // groups of 8 tokens, rows of S^T
+  static constexpr int KEY_STEPS = (HEAD_SIZE + 15) / 16;                  // along the inner axis of S^T
   static constexpr int ROWS = (HEAD_SIZE + 15) / 16, COLUMNS = HEADS / 8;  // of the tiles of O^T
   static constexpr int STAGES = 2 * TILES_AHEAD + 1;
   static constexpr int STAGE_PACKS = TILE_TOKENS * HEAD_SIZE / X;
   // What a tile has of a block.
   static constexpr int PART_TOKENS = BLOCK_SIZE < TILE_TOKENS ? BLOCK_SIZE : TILE_TOKENS;
   static constexpr int PARTS = TILE_TOKENS / PART_TOKENS, PART_PACKS = STAGE_PACKS / PARTS;
+  static constexpr int VALUE_PACKS = PART_TOKENS < X ? 1 : PART_TOKENS / X;  // of a feature
 
  public:
   static constexpr int STAGE_BYTES = STAGE_PACKS * 16, SMEM_BYTES = STAGES * STAGE_BYTES;  // of a warp
@@ -106,13 +107,14 @@ class TensorCoreScan {
   }
 
  private:
-  // A lane's place in the products: its row of A, which is its column of B, and which of four lanes along the inner axis.
+  // A lane's place in the products: its row of A, which is its column of B, and which of four lanes along the inner
+  // axis.
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int row() { return lane() / 4; }
   static __device__ __forceinline__ int column() { return lane() % 4; }
 
-  // The token of the tile that is a row of a group of 8. Rows 2 c and 2 c + 1 of both groups of a fragment are the tokens
-  // that lane column c holds of a row of V: adjoining pairs of 16-bit numbers, or fours of 8-bit ones.
+  // The token of the tile that is a row of a group of 8. Rows 2 c and 2 c + 1 of both groups of a fragment are the
+  // tokens that lane column c holds of a row of V: adjoining pairs of 16-bit numbers, or fours of 8-bit ones.
   static __device__ __forceinline__ int token(int matrix, int row) {
     return FRAGMENTS == 1 ? matrix * 8 + row : matrix / 2 * 16 + row / 2 * 4 + matrix % 2 * 2 + row % 2;
   }
@@ -138,15 +140,20 @@ class TensorCoreScan {
   __device__ __forceinline__ void copy_values() {
     if (copied_ < end_) {
       const int32_t first = copied_ * TILE_TOKENS;
-      constexpr int ROW_PACKS = PART_TOKENS < X ? 1 : PART_TOKENS / X;
-      copy_parts<ROW_PACKS>([&](int32_t block, int token) { return sequence_.values_of(block, first + token, 0); });
+      copy_parts<VALUE_PACKS>([&](int32_t block, int token) { return sequence_.values_of(block, first + token, 0); });
       copied_ += step_;
     }
     end_stage();
   }
 
-  // The parts of a tile that are seen. A part has rows of ROW_PACKS packs, which lie BLOCK_SIZE / PART_TOKENS times as far
-  // apart in the cache.
+  // Where a pack is put in a row of ROW_PACKS: of short rows, those that eight lanes read at once then differ in banks.
+  template <int ROW_PACKS>
+  static __device__ __forceinline__ int place(int row, int pack) {
+    return ROW_PACKS < 8 ? pack ^ row * ROW_PACKS / 8 % ROW_PACKS : pack;
+  }
+
+  // The parts of a tile that are seen. A part has rows of ROW_PACKS packs, which lie BLOCK_SIZE / PART_TOKENS times as
+  // far apart in the cache.
   template <int ROW_PACKS, class SourceOf>
   __device__ __forceinline__ void copy_parts(const SourceOf& source_of) {
     cache_t* stage_smem = ring_smem_ + write_stage_ * (STAGE_PACKS * X);
@@ -154,13 +161,14 @@ class TensorCoreScan {
     for (int part = 0; part < PARTS; part++) {
       const cache_t* source = source_of(__shfl_sync(WARP, block_, part), part * PART_TOKENS);
       const bool is_seen = sequence_.sees(copied_ * TILE_TOKENS + part * PART_TOKENS, PART_TOKENS);
-#pragma unroll
+#pragma unroll 2  // code that runs once comes as slowly as it is long
       for (int i = 0; i < PART_PACKS; i += 32) {
         const int pack = i + lane(), row = pack / ROW_PACKS;
         if (PART_PACKS % 32 != 0 && pack >= PART_PACKS) break;
         const int far_pack =
             PART_TOKENS == BLOCK_SIZE ? pack : row * (ROW_PACKS * BLOCK_SIZE / PART_TOKENS) + pack % ROW_PACKS;
-        copy_elements<X, IS_ALIGNED>(stage_smem + (part * PART_PACKS + pack) * X, source + far_pack * X, is_seen);
+        const int near_pack = part * PART_PACKS + row * ROW_PACKS + place<ROW_PACKS>(row, pack % ROW_PACKS);
+        copy_elements<X, IS_ALIGNED>(stage_smem + near_pack * X, source + far_pack * X, is_seen);
       }
     }
   }
@@ -183,12 +191,14 @@ class TensorCoreScan {
     return stage_smem_ + ((token / PART_TOKENS * (HEAD_SIZE / X) + pack) * PART_TOKENS + token % PART_TOKENS) * X;
   }
   __device__ __forceinline__ cache_t* values_smem(int token, int feature) const {
-    return stage_smem_ + (token / PART_TOKENS * HEAD_SIZE + feature) * PART_TOKENS + token % PART_TOKENS;
+    const int row = token / PART_TOKENS * HEAD_SIZE + feature, pack = token % PART_TOKENS / X;
+    return stage_smem_ + row * PART_TOKENS + place<VALUE_PACKS>(feature, pack) * X + token % PART_TOKENS % X;
   }
 
   // ---- S^T = K Q^T  [TILE_TOKENS, HEADS] ----------------------------------------------------------------------------
 
-  // Which features a lane holds of a step along the inner axis, in two pairs: as ldmatrix spreads a row over four lanes.
+  // Which features a lane holds of a step along the inner axis, in two pairs: as ldmatrix spreads a row over four
+  // lanes.
   static __device__ __forceinline__ int feature(int step, int pair) {
     return step * 16 + (FRAGMENTS == 1 ? pair * 8 + column() * 2 : column() * 4 + pair * 2);
   }
@@ -216,7 +226,8 @@ class TensorCoreScan {
     for (int i = 0; i < 2 * KEY_STEPS; i++) {
       const Pack<scalar_t, 2>& pair = pairs[i / 2][i % 2];
       query_[i / 2][n][i % 2] =
-          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) / power, to_float(pair.get(1)) / power, product_t{}) : pair.word;
+          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) / power, to_float(pair.get(1)) / power, product_t{})
+                       : pair.word;
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) power_[n][h] = IS_CONVERTED ? __shfl_sync(WARP, power, (2 * column() + h) * 4) : 1.0f;
@@ -227,7 +238,8 @@ class TensorCoreScan {
   static __device__ __forceinline__ float power_of_two(const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4 * KEY_STEPS; i++) largest = fmaxf(largest, fabsf(to_float(pairs[i / 4][i / 2 % 2].get(i % 2))));
+    for (int i = 0; i < 4 * KEY_STEPS; i++)
+      largest = fmaxf(largest, fabsf(to_float(pairs[i / 4][i / 2 % 2].get(i % 2))));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
     const uint32_t exponent = __float_as_uint(largest) >> 23;
@@ -261,42 +273,66 @@ class TensorCoreScan {
 
   // From scores to P^T as an operand, and what the accumulators are to be multiplied with before it is added.
   __device__ __forceinline__ void update(int32_t first_token, const ScoreOptions& options,
-                                         float (&scores)[MATRICES / 2][COLUMNS][4], uint32_t (&weights)[COLUMNS][MATRICES],
-                                         float (&factors)[COLUMNS][2]) {
+                                         float (&scores)[MATRICES / 2][COLUMNS][4],
+                                         uint32_t (&weights)[COLUMNS][MATRICES], float (&factors)[COLUMNS][2]) {
+    if (!options.are_plain()) apply_options(first_token, options, scores);
+    if (is_edge_) set_unseen(first_token, scores, CUDART_NAN_F);  // which no maximum takes
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++) {
+    for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
+        // What a score is to be multiplied with is rounded once, together with the difference from the largest.
+        const float factor = options.are_plain() ? options.scale_log2 * power_[n][h] : 1.0f;
         float largest = max_logit_[n][h];
 #pragma unroll
-        for (int matrix = 0; matrix < MATRICES; matrix++) {
-          float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          score = logit(score, n, h, first_token + token(matrix, row()), options);
-          largest = fmaxf(largest, score);
-        }
+        for (int i = 0; i < MATRICES; i++) largest = fmaxf(largest, scores[i / 2][n][i % 2 * 2 + h] * factor);
         largest = over_rows(largest, [](float x, float y) { return fmaxf(x, y); });
         factors[n][h] = weight(max_logit_[n][h], largest);
         max_logit_[n][h] = largest;
-        exp_sum_[n][h] *= factors[n][h];
 #pragma unroll
-        for (int matrix = 0; matrix < MATRICES; matrix++) {
-          float& score = scores[matrix / 2][n][matrix % 2 * 2 + h];
-          score = weight(score, largest);
-          exp_sum_[n][h] += score;
+        for (int i = 0; i < MATRICES; i++) {
+          float& score = scores[i / 2][n][i % 2 * 2 + h];
+          score = weight(score, factor, largest);
         }
       }
+    if (is_edge_) set_unseen(first_token, scores, 0.0f);
 #pragma unroll
-      for (int matrix = 0; matrix < MATRICES; matrix++) {
-        const float* pair = &scores[matrix / 2][n][matrix % 2 * 2];
-        weights[n][matrix] = transposed(pair_of_floats(pair[0], pair[1], product_t{}));
+    for (int n = 0; n < COLUMNS; n++) {
+      exp_sum_[n][0] *= factors[n][0], exp_sum_[n][1] *= factors[n][1];
+#pragma unroll
+      for (int i = 0; i < MATRICES; i++) {
+        const float* pair = &scores[i / 2][n][i % 2 * 2];
+        exp_sum_[n][0] += pair[0], exp_sum_[n][1] += pair[1];
+        weights[n][i] = transposed(pair_of_floats(pair[0], pair[1], product_t{}));
       }
     }
   }
 
-  __device__ __forceinline__ float logit(float product, int n, int h, int32_t position, const ScoreOptions& options) const {
-    if (is_edge_ && !sequence_.sees(position, 1)) return -CUDART_INF_F;
-    if (IS_CONVERTED) product *= power_[n][h];
-    return options.are_plain() ? product * options.scale_log2 : options.logit(product, slope_[n][h], position);
+  // From scores to logits.
+  __device__ __forceinline__ void apply_options(int32_t first_token, const ScoreOptions& options,
+                                                float (&scores)[MATRICES / 2][COLUMNS][4]) const {
+#pragma unroll
+    for (int i = 0; i < MATRICES; i++)
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float& score = scores[i / 2][n][i % 2 * 2 + h];
+          score = options.logit(score * power_[n][h], slope_[n][h], first_token + token(i, row()));
+        }
+  }
+
+  __device__ __forceinline__ void set_unseen(int32_t first_token, float (&scores)[MATRICES / 2][COLUMNS][4],
+                                             float value) const {
+#pragma unroll
+    for (int i = 0; i < MATRICES; i++) {
+      const bool is_seen = sequence_.sees(first_token + token(i, row()), 1);
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          if (!is_seen) scores[i / 2][n][i % 2 * 2 + h] = value;
+    }
   }
 
   // The sum or maximum over the lanes that hold the other rows of a column.
@@ -335,7 +371,8 @@ class TensorCoreScan {
         for (int i = 0; i < FRAGMENTS; i++)
 #pragma unroll
           for (int n = 0; n < COLUMNS; n++)
-            multiply_add(acc_[f][n], values[i], {weights[n][2 * (first + i)], weights[n][2 * (first + i) + 1]}, product_t{});
+            multiply_add(acc_[f][n], values[i], {weights[n][2 * (first + i)], weights[n][2 * (first + i) + 1]},
+                         product_t{});
       }
     }
   }
@@ -351,7 +388,8 @@ class TensorCoreScan {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int row_of_lane = f * 16 + (has_second ? i % 2 * 8 : 0) + row();
-        matrices[i] = *reinterpret_cast<const uint32_t*>(values_smem(first_token + i / 2 * X + column() * 4, row_of_lane));
+        matrices[i] =
+            *reinterpret_cast<const uint32_t*>(values_smem(first_token + i / 2 * X + column() * 4, row_of_lane));
       }
     make_fragments<cache_t>(matrices, values);
     if (!has_second)
@@ -363,7 +401,9 @@ class TensorCoreScan {
   __device__ __forceinline__ void clear_unseen_values(int32_t first_token) const {
 #pragma unroll 1
     for (int pack = lane(); pack < STAGE_PACKS; pack += 32) {
-      const int first_of_pack = first_token + pack / PART_PACKS * PART_TOKENS + pack * X % PART_TOKENS;
+      const int row = pack % PART_PACKS / VALUE_PACKS;
+      const int first_of_pack =
+          first_token + pack / PART_PACKS * PART_TOKENS + place<VALUE_PACKS>(row, pack % VALUE_PACKS) * X;
 #pragma unroll 1
       for (int i = 0; i < X; i++)
         if (!sequence_.sees(first_of_pack + i % PART_TOKENS, 1)) stage_smem_[pack * X + i] = cache_t{};

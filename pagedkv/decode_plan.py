@@ -10,16 +10,21 @@ import numpy as np
 from .arrays import ArrayView
 from .dtypes import CUDA_NAMES, FLOAT32, is_fp8
 from .kernels import Instance
-from .launch import LARGEST_GRID, Launch, as_bytes
+from .launch import LARGEST_GRID, Launch, as_bytes, element_of
 from .layout import PACK_BYTES
 from .params import DECODE_PARAMS
 from .problem import Attention, Scale
 from .workspace import MOST_CTAS
 
 CTAS_PER_SM = 2
+LEAST_TILES = 4  # of a CTA: one for each of its warps
+# Fewer tiles of a CTA than these are better left to one CTA per SM; tuned on an H200.
+MANY_TILES, MANY_TILES_FP8 = 64, 32
+LEAST_EVEN = 0.85  # of all CTAs: how many are enough for shares that end where units do
 SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
 MOST_TILES_AHEAD = 2
 TILE_TOKENS = 32
+MOST_TILES = 2**31 - 1  # that shares can be counted in
 WIDEST_PART = 16  # query heads of a CTA: two columns of the tensor cores' tiles
 
 
@@ -34,28 +39,65 @@ class DecodeLaunch:
 
 def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     """v1 has one CTA per unit, v2 one per partition or, without a partition size, an equal share of all tiles each."""
+    _check_addresses(problem)
     instance = decode_instance(problem)
     *_, heads, warps, tiles_ahead, _ = instance.arguments
     shape = problem.cache.shape
     units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
     units = problem.num_seqs * shape.num_kv_heads * units_per_kv_head
-    ctas, num_states = _division(problem, units, heads, num_sms)
-    if ctas > LARGEST_GRID:
-        raise ValueError(f"query: expected fewer sequences and partitions in one call, got {ctas} in all")
-    params = _params(problem, units_per_kv_head, num_states)
+    division = _division(problem, units, heads, num_sms)
+    if division.ctas > LARGEST_GRID:
+        raise ValueError(f"query: expected fewer sequences and partitions in one call, got {division.ctas} in all")
+    params = _params(problem, units_per_kv_head, division)
     shared = warps * _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
-    launch = Launch(instance, (ctas,), warps * 32, params, shared)
-    return DecodeLaunch(launch, num_states * (shape.head_size + 2) * 4, units if num_states else 0)
+    launch = Launch(instance, (division.ctas,), warps * 32, params, shared)
+    return DecodeLaunch(launch, division.num_states * (shape.head_size + 2) * 4, units if division.num_states else 0)
 
 
-def _division(problem: Attention, units: int, heads: int, num_sms: int) -> tuple[int, int]:
-    """CTAs, and partial states that they may leave."""
-    if problem.has_equal_shares:
-        ctas = min(num_sms * CTAS_PER_SM, MOST_CTAS)
-        return ctas, 2 * ctas * heads
+def _check_addresses(problem: Attention) -> None:
+    """ValueError for an array that does not begin with an element, or a workspace that does not with a pack."""
+    cache, options = problem.cache, problem.options
+    named = {"query": problem.query, "key_cache": cache.key, "value_cache": cache.value, "out": problem.out}
+    named |= {"block_tables": problem.block_table, "seq_lens": problem.seq_lens, "lse_out": problem.lse_out}
+    named |= {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+    named |= {scale.name: scale.array for scale in (cache.k_scale, cache.v_scale)}
+    for name, array in named.items():
+        if array is not None:
+            element_of(array, name)
+    if problem.workspace is not None and problem.workspace.pointer % PACK_BYTES:
+        expected = f"an address that is a multiple of {PACK_BYTES}"
+        raise ValueError(f"workspace: expected {expected}, got {problem.workspace.pointer}")
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How units are divided over CTAs. ``partition_size`` is 0 for equal shares, of any number of tiles."""
+
+    ctas: int
+    num_states: int  # that they may leave to be merged
+    partition_size: int
+    num_partitions: int = 1  # of a unit, at most
+
+
+def _division(problem: Attention, units: int, heads: int, num_sms: int) -> Division:
+    tiles = units * -(-problem.longest // TILE_TOKENS)
+    if problem.has_equal_shares and tiles <= MOST_TILES:
+        ctas = _num_shares(units, tiles, num_sms, MANY_TILES_FP8 if is_fp8(problem.cache.format) else MANY_TILES)
+        return Division(ctas, 2 * ctas * heads, partition_size=0)
+    if problem.has_equal_shares or problem.partition_size == 0:
+        return Division(units, 0, partition_size=LARGEST_GRID)
     partitions = max(1, problem.num_partials)
-    states = problem.num_seqs * problem.num_heads * partitions if problem.num_partials else 0
-    return units * partitions, states
+    states = problem.num_seqs * problem.num_heads * problem.num_partials
+    return Division(units * partitions, states, min(problem.partition_size, LARGEST_GRID), partitions)
+
+
+def _num_shares(units: int, tiles: int, num_sms: int, many_tiles: int) -> int:
+    """CTAs that share so many tiles, if sequences are as long as they may be."""
+    ctas = min(CTAS_PER_SM * num_sms, max(min(num_sms, tiles // LEAST_TILES), tiles // many_tiles), MOST_CTAS)
+    ctas = max(1, ctas)
+    # Shares that end where units do, if all sequences are of one length, leave fewer states to merge.
+    even = units * (ctas // units) if units <= ctas else -(-units // -(-units // ctas))
+    return even if even >= LEAST_EVEN * ctas else ctas
 
 
 # ---- instances ------------------------------------------------------------------------------------------------------
@@ -98,7 +140,7 @@ def _scan_bytes(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: 
 def _is_aligned(problem: Attention) -> bool:
     """Whether every pack of 16 bytes begins at a multiple of 16."""
     cache = problem.cache
-    arrays = [(array, array.strides[:2]) for array in (problem.query, cache.key, cache.value)]
+    arrays = [(array, array.strides[:2]) for array in (problem.query, problem.out, cache.key, cache.value)]
     return all(
         array.pointer % PACK_BYTES == 0 and all(stride * array.dtype.itemsize % PACK_BYTES == 0 for stride in strides)
         for array, strides in arrays
@@ -117,7 +159,7 @@ def decode_arrays(problem: Attention) -> list[ArrayView | None]:
     return [*arrays, problem.out, problem.lse_out]
 
 
-def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.ndarray:
+def _params(problem: Attention, units_per_kv_head: int, division: Division) -> np.ndarray:
     cache, options, shape = problem.cache, problem.options, problem.cache.shape
     k_scale, v_scale = (_scale(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
     left, _ = options.window
@@ -126,10 +168,10 @@ def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.n
         *(stride for side in (cache.key_strides, cache.value_strides) for stride in (side.block, side.head)),
         *problem.block_table.strides,
         *problem.seq_lens.strides,
-        *problem.out.strides,
+        *problem.out.strides[:2],
         *((0, 0) if problem.lse_out is None else problem.lse_out.strides),
         *(0 if array is None else array.strides[0] for array in (options.alibi_slopes, options.sinks)),
-        num_states,
+        division.num_states,
         options.scale,
         options.softcap,
         k_scale[0],
@@ -141,8 +183,8 @@ def _params(problem: Attention, units_per_kv_head: int, num_states: int) -> np.n
         units_per_kv_head,
         shape.num_kv_heads * units_per_kv_head,
         left,
-        0 if problem.has_equal_shares else problem.partition_size or LARGEST_GRID,
-        max(1, problem.num_partials),
+        division.partition_size,
+        division.num_partitions,
         problem.num_heads,
         options.sinks is not None and options.sinks.dtype == FLOAT32,
     )

@@ -66,6 +66,7 @@ DECODES = [  # a group of 8 query heads and less, and one of more
 CEILINGS = [
     Instance("ceilings.cu", "read_packs", (8,)),
     Instance("ceilings.cu", "copy_packs", (8,)),
+    Instance("ceilings.cu", "read_blocks", (8,)),
     Instance("ceilings.cu", "empty_kernel", (0,)),
 ]
 

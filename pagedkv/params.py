@@ -49,7 +49,6 @@ DECODE_PARAMS = _struct(
     seq_len_stride=INT64,
     out_token_stride=INT64,
     out_head_stride=INT64,
-    out_feature_stride=INT64,
     lse_head_stride=INT64,
     lse_token_stride=INT64,
     slope_stride=INT64,
@@ -74,12 +73,17 @@ DECODE_PARAMS = _struct(
 
 STREAM_PARAMS = _struct(num_packs=INT64, never=UINT32)
 
+BLOCK_READ_PARAMS = _struct(
+    num_items=UINT32, max_blocks=UINT32, num_kv_heads=UINT32, packs_per_head=UINT32, block_size=INT32, never=UINT32
+)
+
 STRUCTS = {
     "FastDivisor": FAST_DIVISOR,
     "CacheWriteSide": CACHE_WRITE_SIDE,
     "CacheWriteParams": CACHE_WRITE_PARAMS,
     "DecodeParams": DECODE_PARAMS,
     "StreamParams": STREAM_PARAMS,
+    "BlockReadParams": BLOCK_READ_PARAMS,
 }
 
 

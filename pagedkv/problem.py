@@ -93,12 +93,13 @@ class Attention:
         """Partial states per query and head: partitions or splits; 0 where a single pass needs none."""
         if self.query_start_loc is not None:
             return self.num_splits if self.num_splits > 1 else 0
-        if self.partition_size == 0:
-            return 0
-        longest = self.block_table.shape[1] * self.cache.shape.block_size
-        if self.max_seq_len is not None:
-            longest = min(longest, self.max_seq_len)
-        return -(-longest // self.partition_size)
+        return -(-self.longest // self.partition_size) if self.partition_size else 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that no sequence exceeds: what a row of the table holds, or the caller's bound."""
+        capacity = self.block_table.shape[1] * self.cache.shape.block_size
+        return capacity if self.max_seq_len is None else min(capacity, self.max_seq_len)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,20 @@ def _decode(problem: Attention) -> None:
     tables, lens = (view(array.astype(np.int32, copy=False), "indices") for array in (tables, lens))
     problem = replace(problem, block_table=tables, seq_lens=lens)
     planned = plan_decode(problem, NUM_SMS)
-    # The kernels write all of it that they read: what it holds before is garbage on purpose.
-    workspace = view(np.full(planned.workspace_bytes, 0xFF, np.uint8), "workspace") if planned.workspace_bytes else None
+    workspace = problem.workspace
+    if workspace is None and planned.workspace_bytes:
+        # What it holds is garbage on purpose: kernels read no more than they have written.
+        workspace = view(aligned_garbage(planned.workspace_bytes), "workspace")
     counters = view(np.zeros(planned.num_counters, np.int32), "counters") if planned.num_counters else None
     launch(planned.launch, [*decode_arrays(problem), workspace, counters])
     assert counters is None or not counters.numpy().any(), "counters are zero again"
+
+
+def aligned_garbage(nbytes: int) -> np.ndarray:
+    """Bytes that begin at a multiple of 16, as an allocation on a device does."""
+    garbage = np.full(nbytes + 16, 0xFF, np.uint8)
+    start = -garbage.ctypes.data % 16
+    return garbage[start : start + nbytes]
 
 
 def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:

@@ -137,6 +137,7 @@ def _complete(
         workspace = _workspace(workspace, query, query_name, needed)
     # Outputs come last: nothing is allocated for a call that fails.
     result = _output(out, "out", query, query.shape, query.dtype)
+    checks.check_contiguous(result, "out")
     lse = None
     if return_lse or lse_out is not None:
         lse = _output(lse_out, "lse_out", query, (query.shape[1], query.shape[0]), FLOAT32)

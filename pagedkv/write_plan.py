@@ -10,7 +10,7 @@ import numpy as np
 from .arrays import ArrayView
 from .dtypes import CUDA_NAMES, is_fp8
 from .kernels import Instance
-from .launch import LARGEST_GRID, Launch, as_bytes
+from .launch import LARGEST_GRID, Launch, as_bytes, element_of
 from .layout import PACK_BYTES, CacheStrides
 from .params import CACHE_WRITE_PARAMS, fast_divisor
 from .problem import CacheWrite, Scale
@@ -59,8 +59,8 @@ def flash_write_instance(problem: CacheWrite) -> Instance:
     """The instance for a problem's dtypes, head size and the alignment that both ends of every row share."""
     cache = problem.cache
     distances = [
-        _element(problem.key, "key") - _element(cache.key, "key_cache"),
-        _element(problem.value, "value") - _element(cache.value, "value_cache"),
+        element_of(problem.key, "key") - element_of(cache.key, "key_cache"),
+        element_of(problem.value, "value") - element_of(cache.value, "value_cache"),
     ]
     per_head = cache.k_scale.per_head and is_fp8(cache.format)
     sizes, few = (cache.shape.head_size, _vec(problem, distances)), problem.num_tokens <= FEW_TOKENS
@@ -72,7 +72,7 @@ def packed_write_instance(problem: CacheWrite) -> Instance:
     cache = problem.cache
     caches = {"key_cache": cache.key, "value_cache": cache.value}
     arrays = {"key": problem.key, "value": problem.value, **caches}
-    vec = _vec(problem, [_element(array, name) for name, array in arrays.items()])
+    vec = _vec(problem, [element_of(array, name) for name, array in arrays.items()])
     sizes = (cache.shape.head_size, cache.shape.block_size, vec)
     return packed_write_instance_for(problem.key.dtype, cache.format, *sizes, few=problem.num_tokens <= FEW_TOKENS)
 
@@ -118,15 +118,6 @@ def _vec(problem: CacheWrite, elements: list[int]) -> int:
     return math.gcd(widest_vec(problem.key.dtype), *elements, *strides)
 
 
-def _element(array: ArrayView, name: str) -> int:
-    """The array's address in elements."""
-    element, rest = divmod(array.pointer, array.dtype.itemsize)
-    if rest:
-        expected = f"an address that is a multiple of {array.dtype.itemsize}"
-        raise ValueError(f"{name}: expected {expected}, got {array.pointer}")
-    return element
-
-
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +131,7 @@ def write_arrays(problem: CacheWrite) -> list[ArrayView | None]:
 def write_params(problem: CacheWrite, lanes_per_token_log2: int) -> np.ndarray:
     """The kernel's by-value struct."""
     cache = problem.cache
-    _element(problem.slot_mapping, "slot_mapping")
+    element_of(problem.slot_mapping, "slot_mapping")
     sides = [
         _side(problem.key, cache.key_strides, cache.k_scale),
         _side(problem.value, cache.value_strides, cache.v_scale),
@@ -152,6 +143,6 @@ def write_params(problem: CacheWrite, lanes_per_token_log2: int) -> np.ndarray:
 
 def _side(new: ArrayView, strides: CacheStrides, scale: Scale) -> tuple[int | float, ...]:
     if scale.array is not None:
-        _element(scale.array, scale.name)
+        element_of(scale.array, scale.name)
     scale_stride = scale.array.strides[0] if scale.per_head else 0
     return (*new.strides[:2], strides.block, strides.token, strides.head, scale.value, scale_stride)

@@ -193,6 +193,13 @@ def test_the_kernel_instance_is_that_of_the_arrays(op):
     assert kernel_instance(op, arguments, "cuda").startswith(f"{op}<__half, __nv_fp8_e4m3, ")
 
 
+@pytest.mark.parametrize("op", ["paged_attention_v1", "paged_attention_v2"])
+def test_the_kernel_instance_of_a_decode_step(op):
+    arguments = OPS[op](op, Sizes(1, 20, 24, 2, 64, 32, np.dtype(np.float16), "fp8", "NHD", 0)).arguments
+    assert kernel_instance(op, arguments, "numpy") is None
+    assert kernel_instance(op, arguments, "cuda").startswith("paged_attention<__half, __nv_fp8_e4m3, 64, 32, 16, ")
+
+
 def test_a_wrong_result_among_right_ones(monkeypatch):
     faulty(monkeypatch, "reshape_and_cache", one_bit_is_wrong)
     result = CliRunner().invoke(main, ["run", *SMALL, "--backend", "numpy"])

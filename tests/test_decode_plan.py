@@ -92,14 +92,10 @@ def test_as_many_tiles_are_on_their_way_as_shared_memory_holds(formats, group, h
     assert launch.threads == 32 * warps
 
 
-@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache"])
+@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "out"])
 @pytest.mark.parametrize(("elements", "flag"), [(0, "true"), (1, "false"), (4, "false"), (8, "true")])
-def test_each_array_that_is_read_in_packs_must_be_aligned(name, elements, flag):
+def test_each_array_that_moves_in_packs_must_be_aligned(name, elements, flag):
     assert instance_of(**{name: elements}).arguments[-1] == flag
-
-
-def test_outputs_need_no_alignment():
-    assert instance_of(out=3).arguments[-1] == "true"
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -131,7 +127,7 @@ def test_the_list_of_instances_has_all_kinds():
 
 def planned(single_pass=False, num_sms=NUM_SMS, **options):
     options = dict(options)
-    sizes = {name: options.pop(name) for name in ("seqs", "heads", "kv_heads", "columns") if name in options}
+    sizes = {name: options.pop(name) for name in (*SIZES, "kv_cache_dtype") if name in options}
     return decode_plan.plan_decode(problem(arguments(**sizes), single_pass=single_pass, **options), num_sms)
 
 
@@ -167,17 +163,52 @@ def test_a_cta_per_partition(partition_size, max_seq_len, partitions):
     assert params["num_states"] == 3 * 34 * partitions
 
 
-@pytest.mark.parametrize(("num_sms", "ctas"), [(1, 2), (6, 12), (132, 264), (10_000, MOST_CTAS)])
+@pytest.mark.parametrize(
+    ("units", "tiles", "ctas"),
+    [
+        (1, 1, 1),  # one tile
+        (8, 256, 64),  # four tiles, one for each warp
+        (8, 1024, 128),  # no more than one for each SM, 16 for each unit
+        (64, 8192, 128),
+        (8, 32768, 264),  # two for each SM
+        (256, 32768, 256),  # one for each unit rather than 264
+        (2048, 65536, 256),  # eight units each
+        (200, 25600, 264),  # 200 or 400 would be too few or too many
+    ],
+)
+def test_shares(units, tiles, ctas):
+    assert decode_plan._num_shares(units, tiles, 132, many_tiles=64) == ctas
+
+
+def test_shares_are_no_more_than_a_workspace_holds():
+    assert decode_plan._num_shares(1, 10**6, 10_000, many_tiles=64) == MOST_CTAS
+
+
 @pytest.mark.parametrize(("heads", "width"), [(4, 8), (34, 16)])
-def test_shares_follow_the_card_alone(num_sms, ctas, heads, width):
-    """Two states of each head for each CTA, whatever the batch holds."""
-    for seqs, columns in ((1, 1), (7, 900)):
-        plan = planned(num_sms=num_sms, seqs=seqs, columns=columns, heads=heads)
-        assert plan.launch.grid == (ctas,)
-        assert plan.workspace_bytes == 2 * ctas * width * (64 + 2) * 4
-        assert plan.num_counters == seqs * -(-heads // 2 // width) * 2
-        assert params_of(plan)["partition_size"] == 0
-        assert params_of(plan)["num_states"] == 2 * ctas * width
+def test_two_states_of_each_head_for_each_share(heads, width):
+    plan = planned(num_sms=6, seqs=7, columns=900, heads=heads)
+    (ctas,) = plan.launch.grid
+    assert 1 < ctas <= 12
+    assert plan.workspace_bytes == 2 * ctas * width * (64 + 2) * 4
+    assert plan.num_counters == 7 * -(-heads // 2 // width) * 2
+    assert params_of(plan)["partition_size"] == 0
+    assert params_of(plan)["num_states"] == 2 * ctas * width
+
+
+def test_fewer_tiles_fill_a_card_if_they_are_of_fp8():
+    plain, fp8 = (
+        planned(num_sms=6, seqs=1, columns=384, heads=4, kv_cache_dtype=kind).launch.grid
+        for kind in ("auto", "fp8_e4m3")
+    )
+    assert plain == (6,) and fp8 == (12,)
+
+
+def test_more_tiles_than_can_be_counted_are_not_shared():
+    given = arguments()
+    given["block_tables"] = np.broadcast_to(np.zeros(1, np.int32), (3, 2**30))
+    plan = decode_plan.plan_decode(problem(given, single_pass=False), NUM_SMS)
+    assert (plan.launch.grid, plan.workspace_bytes, plan.num_counters) == ((6,), 0, 0)
+    assert params_of(plan)["partition_size"] == 2**31 - 1
 
 
 @pytest.mark.parametrize("options", [{}, {"partition_size": 16}, {"partition_size": 32, "max_seq_len": 70}], ids=str)
@@ -221,20 +252,13 @@ def test_parameters_of_every_array():
         "query_token_stride": 560, "query_head_stride": 80,
         "key_block_stride": 3072, "key_head_stride": 1024, "value_block_stride": 5120, "value_head_stride": 1280,
         "table_stride": 10, "table_step": 2, "seq_len_stride": 4,
-        "out_token_stride": 864, "out_head_stride": 96, "out_feature_stride": 1,
+        "out_token_stride": 864, "out_head_stride": 96,
         "lse_head_stride": 11, "lse_token_stride": 3, "slope_stride": 5, "sink_stride": 7,
         "scale": 0.25, "softcap": 30.0, "k_scale": 1.0, "v_scale": 1.0, "k_scale_stride": 4, "v_scale_stride": 6,
         "num_seqs": 3, "num_heads": 6, "queries_per_kv": 3, "units_per_kv_head": 1, "units_per_sequence": 2,
         "window_left": 12, "partition_size": 2**31 - 1, "num_partitions": 1, "num_states": 0, "sinks_are_float32": 1,
     }  # fmt: skip
     assert {name: params[name].item() for name in params.dtype.names} == expected
-
-
-def test_outputs_of_any_strides():
-    """The last axis of the output too, which alone need not be contiguous."""
-    given = arguments() | {"out": np.zeros((64, 4, 3), np.float16).T}
-    params = params_of(decode_plan.plan_decode(problem(given), NUM_SMS))
-    assert [params[f"out_{axis}_stride"] for axis in ("token", "head", "feature")] == [1, 3, 12]
 
 
 def test_what_is_left_out_has_strides_of_zero():

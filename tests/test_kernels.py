@@ -113,7 +113,7 @@ FIELDS = {
     ),
     "added": ("  int64_t slot_stride;", "  int64_t slot_stride;\n  int64_t another;"),
     "resized": ("  int64_t slot_stride;", "  int32_t slot_stride;"),
-    "resized within padding": ("  uint32_t never;", "  uint64_t never;"),
+    "resized within padding": ("num_packs;\n  uint32_t never;", "num_packs;\n  uint64_t never;"),
 }
 
 

@@ -202,5 +202,6 @@ def test_readme_maps_every_source_and_nothing_else():
     assert names - set(paths) == {"pagedkv/__init__.py", "pagedkv/py.typed"}
 
 
-def test_readme_has_a_place_for_measurements():
-    assert re.search(r"<!-- bench write: begin -->.*<!-- bench write: end -->", README, re.DOTALL)
+@pytest.mark.parametrize("bench", ["write", "decode"])
+def test_readme_has_a_place_for_measurements(bench):
+    assert re.search(rf"<!-- bench {bench}: begin -->\n.+\n<!-- bench {bench}: end -->", README, re.DOTALL)

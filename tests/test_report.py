@@ -35,16 +35,15 @@ def record():
 def test_the_readme_says_what_the_records_say():
     """No figure is typed by hand: the sections between markers are what `pagedkv bench report` writes."""
     sections = report.sections(CHECKOUT / "results")
-    assert "bench write" in sections
+    assert sections.keys() == {"bench write", "bench decode"}
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     assert report.filled(readme, sections) == readme
 
 
 def test_every_record_says_where_it_comes_from():
-    paths = list((CHECKOUT / "results").glob("*/*.json"))
-    assert paths
-    for path in paths:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+    records = report.records(CHECKOUT / "results")
+    assert records
+    for stored in records:
         for name in ("card", "driver", "versions", "commit", "date", "method", "shape", "ceilings", "rows"):
             assert stored[name]
         assert "dirty" not in stored["commit"]
@@ -71,6 +70,24 @@ def test_records_are_replaced_whole(tmp_path):
     assert report.save(newer, tmp_path) == path
     assert json.loads(path.read_text())["commit"] == "def"
     assert [file.name for file in path.parent.iterdir()] == ["write.json"]
+
+
+def test_a_record_is_kept_under_its_own_name(tmp_path):
+    path = report.save(record() | {"name": "write-more"}, tmp_path)
+    assert path.name == "write-more.json"
+    assert report.load(tmp_path, "NVIDIA H200 (test)", "write-more")["name"] == "write-more"
+    assert report.load(tmp_path, "another card", "write-more") is None
+    assert "| NHD | auto |" in report.sections(tmp_path)["bench write"]
+
+
+def test_what_others_needed_is_no_record(tmp_path):
+    path = report.save(record(), tmp_path)
+    (path.parent / "peers.json").write_text("{}")
+    assert [stored["bench"] for stored in report.records(tmp_path)] == ["write"]
+
+
+def test_a_section_without_records_says_so(tmp_path):
+    assert report.sections(tmp_path) == dict.fromkeys(["bench write", "bench decode"], "There is no record yet.")
 
 
 def test_filled_changes_only_what_is_between_markers():

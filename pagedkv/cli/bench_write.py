@@ -1,11 +1,7 @@
 """``pagedkv bench write``: both writes over layouts, formats and numbers of tokens, on the current GPU."""
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,9 +10,10 @@ import numpy as np
 
 import pagedkv
 
-from . import machine, reference
+from . import reference
+from .environment import environment
 from .execute import kernel_instance
-from .inputs import POISON_BYTE, SPARE_BLOCKS, cache_shapes, slot_view
+from .inputs import POISON_BYTE, SPARE_BLOCKS, cache_shapes, poisoned, slot_view
 from .timing import Stopwatch
 
 TOKENS = (1, 16, 128, 1024, 8192, 65536)
@@ -126,7 +123,7 @@ class WriteBench:
         key, value = (random.standard_normal(shape, dtype=np.float32).astype(self.dtype) for _ in "kv")
         num_blocks = -(-num_tokens // self.block_size) + SPARE_BLOCKS
         axes, dtype = (num_blocks, self.block_size, self.kv_heads, self.head_size), self._storage(kind)
-        caches = (self._poisoned(shape, dtype) for shape in cache_shapes(kind.layout, *axes, dtype))
+        caches = (poisoned(cupy, shape, dtype) for shape in cache_shapes(kind.layout, *axes, dtype))
         return {
             "key": key,
             "value": value,
@@ -147,10 +144,6 @@ class WriteBench:
 
     def _storage(self, kind: Kind) -> np.dtype:
         return self.dtype if kind.kv_cache_dtype == "auto" else np.dtype(np.uint8)
-
-    @staticmethod
-    def _poisoned(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-        return cupy.full(int(np.prod(shape)) * dtype.itemsize, POISON_BYTE, np.uint8).view(dtype).reshape(shape)
 
     # ---- what a write must move -------------------------------------------------------------------------------------
 
@@ -189,42 +182,3 @@ class WriteBench:
 
 def _not_timed(kind: Kind, what: str) -> click.ClickException:
     return click.ClickException(f"{kind.layout}, {kind.kv_cache_dtype}: {what}, so its write is not timed")
-
-
-def environment() -> dict[str, Any]:
-    """Card, driver, versions, commit and date of a record."""
-    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-    runtime = cupy.cuda.runtime.runtimeGetVersion()
-    return {
-        "card": properties["name"].decode(),
-        "driver": _driver_release(),
-        "versions": {
-            "pagedkv": pagedkv.__version__,
-            "cupy": cupy.__version__,
-            "numpy": np.__version__,
-            "cuda_runtime": f"{runtime // 1000}.{runtime % 1000 // 10}",
-            "cuda_driver": machine.driver().cuda_version,
-        },
-        "commit": _commit(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
-def _driver_release() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return "unknown"
-    return next((word for word in text.split() if word.count(".") == 2 and word[0].isdigit()), "unknown")
-
-
-def _commit() -> str:
-    """The commit that is measured; ``PAGEDKV_COMMIT`` says it where the tree is a copy without its history."""
-    if "PAGEDKV_COMMIT" in os.environ:
-        return os.environ["PAGEDKV_COMMIT"]
-    here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

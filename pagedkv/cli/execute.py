@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from statistics import median
@@ -13,6 +13,7 @@ import numpy as np
 
 import pagedkv
 from pagedkv import decode_plan, nvrtc, validate, write_plan
+from pagedkv.kernels import Instance
 
 from . import machine
 from .cases import Case
@@ -20,6 +21,14 @@ from .compare import Comparison
 
 REPEATS = 5
 SECONDS = 1.0  # that repeats may take together
+
+# Of each op that has kernels: what chooses the instance, and what makes of arguments the problem that it is chosen for.
+INSTANCES: dict[str, tuple[Callable[[Any], Instance], Callable[..., Any]]] = {
+    "reshape_and_cache": (write_plan.packed_write_instance, partial(validate.cache_write, packed=True)),
+    "reshape_and_cache_flash": (write_plan.flash_write_instance, partial(validate.cache_write, packed=False)),
+    "paged_attention_v1": (decode_plan.decode_instance, partial(validate.paged_attention, single_pass=True)),
+    "paged_attention_v2": (decode_plan.decode_instance, partial(validate.paged_attention, single_pass=False)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +98,12 @@ def _get(array: Any, backend: str) -> np.ndarray:
 
 def kernel_instance(op: str, arguments: dict[str, Any], backend: str) -> str | None:
     """The kernel instance that the op chose for these arrays; None where no kernel ran."""
-    if backend == "numpy":
+    if backend == "numpy" or op not in INSTANCES:
         return None
-    if op.startswith("paged_attention"):
-        given = signature(getattr(pagedkv, op)).bind(**arguments)
-        given.apply_defaults()
-        problem = validate.paged_attention(**given.arguments, single_pass=op == "paged_attention_v1")
-        return str(decode_plan.decode_instance(problem))
-    packed = op == "reshape_and_cache"
-    choose = write_plan.packed_write_instance if packed else write_plan.flash_write_instance
-    return str(choose(validate.cache_write(packed=packed, **arguments)))
+    choose, validated = INSTANCES[op]
+    bound = signature(getattr(pagedkv, op)).bind(**arguments)
+    bound.apply_defaults()
+    return str(choose(validated(**bound.arguments)))
 
 
 def _microseconds(launch: Callable[[], None], backend: str) -> float:

@@ -3,6 +3,7 @@
 The paging here is one assignment per token, on purpose: it shares no code with the package that it helps to check.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -133,7 +134,7 @@ def query_lens(batch: Batch) -> np.ndarray:
 def poisoned_caches(sizes: Sizes, layout: str, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """A key and a value cache full of NaNs."""
     axes = (num_blocks, sizes.block_size, sizes.kv_heads, sizes.head_size)
-    return tuple(_poison(shape, sizes.cache_dtype) for shape in cache_shapes(layout, *axes, sizes.cache_dtype))
+    return tuple(poisoned(np, shape, sizes.cache_dtype) for shape in cache_shapes(layout, *axes, sizes.cache_dtype))
 
 
 def cache_shapes(
@@ -149,10 +150,9 @@ def cache_shapes(
     return [(num_blocks, *block) for block in blocks]
 
 
-def _poison(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    cache = np.empty(shape, dtype)
-    cache.view(np.uint8)[...] = POISON_BYTE
-    return cache
+def poisoned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """An array of NaNs of ``xp``, which is NumPy or CuPy."""
+    return xp.full(math.prod(shape) * dtype.itemsize, POISON_BYTE, np.uint8).view(dtype).reshape(shape)
 
 
 def slot_view(cache: Any, layout: str, block: Any, offset: Any) -> Any:

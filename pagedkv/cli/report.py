@@ -2,32 +2,51 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from .decode_table import decode_markdown
+from .markdown import Record, origin, table_lines
 from .table import size
 
-Record = dict[str, Any]
+PEERS = "peers"  # the name of what other libraries needed, which is no record of ours
+
+
+def place(results: Path, card: str, name: str) -> Path:
+    """Where a record of a card goes."""
+    return results / re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-") / f"{name}.json"
+
+
+def load(results: Path, card: str, name: str) -> Record | None:
+    """A record of a card, if there is one."""
+    path = place(results, card, name)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def save(record: Record, results: Path) -> Path:
     """Writes a record to its place; one that is there is replaced whole or not at all."""
-    folder = results / re.sub(r"[^a-z0-9]+", "-", record["card"].lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['bench']}.json"
+    path = place(results, record["card"], record.get("name", record["bench"]))
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
     return path
 
 
+def records(results: Path) -> list[Record]:
+    """All records, card by card."""
+    paths = (path for path in sorted(results.glob("*/*.json")) if path.stem != PEERS)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
 def sections(results: Path) -> dict[str, str]:
-    """Markdown of each benchmark that has records, by the name of its README section."""
-    tables: dict[str, list[str]] = {}
-    for path in sorted(results.glob("*/*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        tables.setdefault(f"bench {record['bench']}", []).append(MARKDOWN[record["bench"]](record))
-    return {name: "\n\n".join(parts) for name, parts in tables.items()}
+    """Markdown of each benchmark, by the name of its README section."""
+    stored = records(results)
+    tables = {
+        bench: [markdown(record) for record in stored if record["bench"] == bench]
+        for bench, markdown in MARKDOWN.items()
+    }
+    return {f"bench {bench}": "\n\n".join(parts) or NONE_YET for bench, parts in tables.items()}
 
 
 def filled(readme: str, tables: dict[str, str]) -> str:
@@ -49,19 +68,16 @@ def write_markdown(record: Record) -> str:
     cells = {(row["layout"], row["kv_cache_dtype"], row["slots"], row["num_tokens"]): row for row in record["rows"]}
     shape, ceilings = record["shape"], record["ceilings"]
     lines = [
-        f"{record['card']}, driver {record['driver']}, CuPy {record['versions']['cupy']}, {record['date']}, "
-        f"commit `{record['commit']}`: {shape['num_kv_heads']} x {shape['head_size']} {shape['dtype']}, "
+        f"{origin(record)}: {shape['num_kv_heads']} x {shape['head_size']} {shape['dtype']}, "
         f"blocks of {shape['block_size']}, {record['method']}.",
         "",
         "us, and for few tokens how many more than an empty kernel, for many the rate as a share of a plain copy of "
         "the same bytes.",
         "",
-        "| layout | cache | slots | " + " | ".join(f"{count:,}" for count in counts) + " |",
-        "|---|---|---|" + "---:|" * len(counts),
     ]
-    for kind in kinds:
-        row = [_cell(cells[*kind, count]) if (*kind, count) in cells else "" for count in counts]
-        lines.append("| " + " | ".join([*kind, *row]) + " |")
+    titles = ["layout", "cache", "slots", *(f"{count:,}" for count in counts)]
+    rows = ([_cell(cells[*kind, count]) if (*kind, count) in cells else "" for count in counts] for kind in kinds)
+    lines += table_lines(titles, 3, ([*kind, *row] for kind, row in zip(kinds, rows, strict=True)))
     copies = ", ".join(f"{size(int(nbytes))} in {us:.1f}" for nbytes, us in ceilings["copy_us"].items())
     lines += [
         "",
@@ -78,4 +94,5 @@ def _cell(row: Record) -> str:
     return f"{row['us']:.1f} ({100 * row['share_of_copy']:.1f} %)"
 
 
-MARKDOWN = {"write": write_markdown}
+MARKDOWN: dict[str, Callable[[Record], str]] = {"write": write_markdown, "decode": decode_markdown}
+NONE_YET = "There is no record yet."

@@ -3,19 +3,23 @@
 A flush that writes would leave dirty lines whose write-back is timed with the kernel.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cupy
 import numpy as np
 
 from pagedkv.kernels import Instance, load
+from pagedkv.launch import Launch
 from pagedkv.params import STREAM_PARAMS
+
+from .read_floor import NEVER, PACK_BYTES
 
 FLUSH_BYTES = 256 << 20
 WARMUPS = 3
-NEVER = 0x7654321  # random packs hardly ever fold to this; a thread whose packs do stores one word
-PACK_BYTES = 16
+HOST_BATCHES, HOST_CALLS = 10, 50  # few calls at a time, since a full queue would hold the host up
 
 IN_FLIGHT = (1, 2, 4, 8)
 CEILINGS = {
@@ -63,6 +67,30 @@ class Stopwatch:
         end.record()
         end.synchronize()
         return cupy.cuda.get_elapsed_time(start, end) * 1e3
+
+    def best(self, launches: Sequence[Launch], arrays: Sequence[cupy.ndarray]) -> tuple[float, Launch]:
+        """The fastest of some launches on the same arrays, and its microseconds."""
+        device = cupy.cuda.Device().id
+        times = []
+        for launch in launches:
+            kernel = load(launch.instance, device, launch.shared_bytes)
+            arguments = (launch.grid, (launch.threads,), (*arrays, launch.params), launch.shared_bytes)
+            times.append(self.microseconds(lambda kernel=kernel, arguments=arguments: kernel(*arguments)))
+        fastest = int(np.argmin(times))
+        return times[fastest], launches[fastest]
+
+    def host_microseconds(self, call: Callable[[], Any]) -> float:
+        """Median time until a call returns, whatever its kernels still do."""
+        times = []
+        with self.stream:
+            for _ in range(HOST_BATCHES):
+                call()
+                cupy.cuda.runtime.deviceSynchronize()
+                for _ in range(HOST_CALLS):
+                    start = time.perf_counter()
+                    call()
+                    times.append(time.perf_counter() - start)
+        return float(np.median(times)) * 1e6
 
     def empty(self) -> float:
         """Microseconds of a kernel that does nothing."""
