@@ -221,11 +221,15 @@ KERNEL_FAULTS = {
 
 
 WAIT = "wait_for_copies<2 * TILES_AHEAD - 1>();"
-STORE = "store_by_warp<HEAD_SIZE>(partials.at(segment.state(segment.partial, head)), state, acc);"
+STORE = "row.store(partials.at(segment.state(segment.partial, head)), state);"
 DECODE_FAULTS = {
     "a mask that is off by one": (
         SINGLE,
-        ("tensor_core_scan.cuh", "!sequence_.sees(position, 1)", "!sequence_.sees(position - 1, 1)"),
+        (
+            "tensor_core_scan.cuh",
+            "sees(first_token + token(i, row()), 1)",
+            "sees(first_token + token(i, row()) - 1, 1)",
+        ),
         "",
         [],
     ),
@@ -253,7 +257,7 @@ DECODE_FAULTS = {
             "paged_attention.cu",
             STORE,
             "{ SoftmaxState more = state; if (sinks != nullptr) more.merge({results.sink(head) * LOG2_E, 1.0f}); "
-            + STORE.replace("state, acc", "more, acc")
+            + STORE.replace(", state)", ", more)")
             + " }",
         ),
         "relative error",
@@ -268,7 +272,7 @@ DECODE_FAULTS = {
     "a warp that does not wait for its lanes' copies": (
         SINGLE,
         ("tensor_core_scan.cuh", f"{WAIT}\n    __syncwarp();", WAIT),
-        "Fault: race: shared read",
+        "Fault: race: shared",
         [],
     ),
     "one block for both parts of a tile": (

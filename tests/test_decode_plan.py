@@ -302,3 +302,52 @@ def test_arrays_come_in_the_order_of_the_parameters():
     order += ["alibi_slopes", "sinks", "k_scale", "v_scale", "out", "lse_out"]
     for name, array in zip(order, decode_plan.decode_arrays(problem(given)), strict=True):
         assert array.owner is given[name]
+
+
+# ---- addresses ------------------------------------------------------------------------------------------------------
+
+
+def off_by(nbytes, array):
+    """The same contents at an address so many bytes after a multiple of 16."""
+    room = np.zeros(array.nbytes + 32, np.uint8)
+    start = -room.ctypes.data % 16 + nbytes
+    moved = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    return moved
+
+
+OPTIONAL = {
+    "alibi_slopes": np.zeros(4, np.float32),
+    "sinks": np.zeros(4, np.float32),
+    "k_scale": np.ones(2, np.float32),
+    "v_scale": np.ones(2, np.float32),
+    "lse_out": np.zeros((4, 3), np.float32),
+}
+
+
+@pytest.mark.parametrize("name", ["query", "block_tables", "seq_lens", "out", *OPTIONAL])
+def test_arrays_off_their_elements(name):
+    given = arguments(kv_cache_dtype="fp8") | OPTIONAL
+    decode_plan.plan_decode(problem(given | {name: off_by(4, given[name])}), NUM_SMS)
+    with pytest.raises(ValueError, match=f"{name}: expected an address that is a multiple of "):
+        decode_plan.plan_decode(problem(given | {name: off_by(1, given[name])}), NUM_SMS)
+
+
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_caches_off_their_elements(name):
+    given = arguments()
+    with pytest.raises(ValueError, match=f"{name}: expected an address that is a multiple of 2, got "):
+        decode_plan.plan_decode(problem(given | {name: off_by(1, given[name])}), NUM_SMS)
+
+
+@pytest.mark.parametrize("options", [{}, {"partition_size": 16}], ids=str)
+def test_a_workspace_off_its_packs(options):
+    sizes = {"num_tokens": 3, "num_heads": 4, "head_size": 64, "max_seq_len": 80} | options
+    memory = np.zeros(pagedkv.workspace_nbytes("paged_attention_v2", **sizes), np.uint8)
+    for nbytes in (0, 4, 8):
+        asked = problem(arguments(), single_pass=False, workspace=off_by(nbytes, memory), **options)
+        if nbytes == 0:
+            decode_plan.plan_decode(asked, NUM_SMS)
+            continue
+        with pytest.raises(ValueError, match="workspace: expected an address that is a multiple of 16, got "):
+            decode_plan.plan_decode(asked, NUM_SMS)

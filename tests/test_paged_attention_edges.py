@@ -6,7 +6,7 @@ import cases
 import numpy as np
 import pytest
 
-from pagedkv import ptx_ops
+from pagedkv import decode_plan
 
 SLOPES = np.array([1.0, 0.5, 0.11, 0.02], np.float32)
 SINKS = np.array([0.5, -2.0, 3.0, 1.0], np.float32)
@@ -78,13 +78,13 @@ def test_partition_edges(decode_backend, rng, partition_size):
 
 
 @pytest.mark.ptx
-@pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
-def test_shares_of_any_number_of_ctas(ptx_backend, rng, monkeypatch, num_sms):
+@pytest.mark.parametrize("ctas", [1, 2, 5, 14, 40])
+def test_shares_of_any_number_of_ctas(ptx_backend, rng, monkeypatch, ctas):
     """Without a partition size every CTA takes as many tiles: of several sequences, or one of many parts of a long one.
 
-    Two units a sequence have 1, 1, 2, 7 and 1 tiles; a CTA of forty finds no more than one tile, or none.
+    Two units a sequence have 1, 1, 2, 7 and 1 tiles: of forty CTAs each finds one tile at most, and some none.
     """
-    monkeypatch.setattr(ptx_ops, "NUM_SMS", num_sms)
+    monkeypatch.setattr(decode_plan, "_num_shares", lambda *sizes: ctas)
     arguments = cases.decode(rng, [1, 0, 33, 200, 32])
     options = {"sinks": SINKS, "alibi_slopes": SLOPES / 8}
     cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options)
