@@ -199,6 +199,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
   using WarpStates = States<HEAD_SIZE + 4>;
   using SegmentStates = States<HEAD_SIZE>;
   static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
+  // What is not quantised has no scale, whatever the caller gave.
+  constexpr bool HAS_SCALES = !IS_SAME<scalar_t, cache_t>;
+  const Scale scale_of_k{HAS_SCALES ? k_scale : nullptr, params.k_scale, params.k_scale_stride};
+  const Scale scale_of_v{HAS_SCALES ? v_scale : nullptr, params.v_scale, params.v_scale_stride};
   extern __shared__ uint4 smem[];  // the warps' scans; between two of them their states
   const int warp = threadIdx.x / 32;
   Scan scan(reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
@@ -229,8 +233,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (STARTS_EARLY && has_following) start(following);
     if (has_segment) {
       __syncthreads();  // all warps have left their states
-      const Results<scalar_t, IS_ALIGNED> results(
-          out, lse, sinks, Scale{v_scale, params.v_scale, params.v_scale_stride}, segment, params);
+      const Results<scalar_t, IS_ALIGNED> results(out, lse, sinks, scale_of_v, segment, params);
       // First the states of the warps and then, if there are several and this CTA is the last, those of the segments:
       // by the same code, since code that runs for the first time comes slowly.
 #pragma unroll 1
@@ -258,7 +261,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     if (!STARTS_EARLY) start(segment);
     schedule.find_partials(segment);
 
-    const float scale = params.scale * Scale{k_scale, params.k_scale, params.k_scale_stride}.of_head(segment.kv_head);
+    const float scale = params.scale * scale_of_k.of_head(segment.kv_head);
     const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;
     scan.run({scale, scale * LOG2_E, params.softcap, slopes, params.slope_stride, segment.query_position});
     void* states_smem = STARTS_EARLY ? scan.free_smem() : reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES;

@@ -101,8 +101,9 @@ def test_graphs_replayed_in_turn(cupy, rng, way):
         given = buffers(cupy, arguments, op, options)
         cupy.cuda.Device().synchronize()
         graph = captured(cupy, stream, lambda a=arguments, g=given: getattr(pagedkv, op)(**a, **g, **options))
-        replays.append((graph, given, eager(op, arguments, options)))
-    for graph, given, expected in [*replays, *reversed(replays)] * 3:
+        # Buffers live as long as the graph that has their addresses.
+        replays.append((graph, arguments, given, eager(op, arguments, options)))
+    for graph, _, given, expected in [*replays, *reversed(replays)] * 3:
         with stream:
             for buffer in given.values():
                 buffer.view(np.uint8).fill(0xFF)

@@ -175,7 +175,9 @@ def _dense_attention(
             reference.as_stored(rows[batch.sequence(i)], sizes.kv_cache_dtype, scale, precision)
             for rows, scale in ((batch.key, K_SCALE), (batch.value, V_SCALE))
         )
-        states.append(reference.attention(queries.astype(precision), key, value))
+        rounded = precision is np.float32  # where kernels round
+        weights = reference.weight_dtype(sizes.dtype, sizes.kv_cache_dtype) if rounded else None
+        states.append(reference.attention(queries.astype(precision), key, value, weight_dtype=weights))
     outs, lses = zip(*states, strict=True)
     return np.concatenate(outs), np.concatenate(lses, axis=1)
 

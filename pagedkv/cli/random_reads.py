@@ -1,6 +1,7 @@
 """A read from its spec: paged caches that are poison but for their tokens, and dense attention beside them."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -216,7 +217,8 @@ def _check(got: Outputs, batch: Batch, values: Values) -> list[Comparison]:
     live = slice(batch.num_queries)
     out, lse = got["out"][live], got["lse_out"][:, live]
     exact_out, exact_lse = _attention(batch, values, np.float64)
-    plain_out, plain_lse = _attention(batch, values, np.float32)
+    weights = reference.weight_dtype(batch.query.dtype, values["cache"])
+    plain_out, plain_lse = _attention(batch, values, np.float32, weight_dtype=weights)
     sizes, scores = _by_sequence(reference.magnitudes, batch, values, np.float64)
     norm = np.linalg.norm(exact_out, axis=-1)
     cancelled = np.divide(sizes, norm, out=np.ones_like(norm), where=norm > 0)
@@ -230,8 +232,8 @@ def _check(got: Outputs, batch: Batch, values: Values) -> list[Comparison]:
     return comparisons
 
 
-def _attention(batch: Batch, values: Values, precision: type) -> tuple[np.ndarray, np.ndarray]:
-    return _by_sequence(reference.attention, batch, values, precision)
+def _attention(batch: Batch, values: Values, precision: type, **rounding: Any) -> tuple[np.ndarray, np.ndarray]:
+    return _by_sequence(partial(reference.attention, **rounding), batch, values, precision)
 
 
 def _by_sequence(function: Any, batch: Batch, values: Values, precision: type) -> tuple[np.ndarray, np.ndarray]:

@@ -53,9 +53,15 @@ CAUSAL = Rules(window=(-1, 0))
 
 
 def attention(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, rules: Rules = CAUSAL
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    rules: Rules = CAUSAL,
+    weight_dtype: np.dtype | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of the last tokens of one sequence, in the precision of its arguments.
+
+    ``weight_dtype`` is what the weights of the values are rounded to, which tensor cores multiply; not their sum.
 
     query: ``[n, heads, head_size]``, of the last n of ``seq_len`` tokens; key, value:
     ``[seq_len, kv_heads, head_size]``. Returns out, like the query, and the log of the denominator ``[heads, n]``: 0
@@ -69,10 +75,17 @@ def attention(
     shift = np.where(np.isneginf(largest), 0, largest)  # -inf - -inf would be NaN
     weights = np.exp(logits - shift)
     denominator = weights.sum(axis=-1, keepdims=True) + np.exp(sinks[:, None, None] - shift)
+    if weight_dtype is not None:
+        weights = weights.astype(weight_dtype).astype(query.dtype)
     out = weights.reshape(kv_heads, heads // kv_heads * n, seq_len) @ value.swapaxes(0, 1)
     out = out.reshape(heads, n, head_size) / np.where(denominator > 0, denominator, 1)
     with np.errstate(divide="ignore"):
         return out.swapaxes(0, 1), (shift + np.log(denominator))[..., 0]
+
+
+def weight_dtype(query: np.dtype, kv_cache_dtype: str) -> np.dtype:
+    """What kernels round weights to: the query's dtype, float16 beside fp8 values."""
+    return query if kv_cache_dtype == "auto" else np.dtype(np.float16)
 
 
 def _logits(query: np.ndarray, key: np.ndarray, rules: Rules) -> np.ndarray:
