@@ -19,6 +19,8 @@ DECODE_ARRAYS = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens"),
     *("alibi_slopes", "sinks", "k_scale", "v_scale", "out", "lse_out", "workspace"),
 )
+# All that it has besides.
+DECODE_OPTIONS = ("scale", "max_seq_len", "window_size", "softcap", "kv_cache_dtype", "return_lse", "partition_size")
 
 
 def reshape_and_cache(
@@ -294,8 +296,7 @@ def _write(op: str, arrays: tuple[Any, ...], **options: Any) -> None:
 
 
 def _decode(op: str, given: dict[str, Any], *, single_pass: bool) -> Any:
-    options = tuple(value for name, value in given.items() if name not in DECODE_ARRAYS)
-    call = Call(op, tuple(map(given.get, DECODE_ARRAYS)), options)
+    call = Call(op, tuple(map(given.get, DECODE_ARRAYS)), tuple(map(given.get, DECODE_OPTIONS)))
     results = call.replay()
     if results is MISS:
         read = validate.paged_attention(**given, single_pass=single_pass)

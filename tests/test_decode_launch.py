@@ -1,6 +1,7 @@
 """What the CUDA backend does around a decode launch, with stand-ins for CuPy and the kernel: no GPU is needed."""
 
 import importlib
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import kernels, repeats
+from pagedkv import kernels, ops, repeats
 
 PARAMETERS = ["query", "key_cache", "value_cache", "block_tables", "seq_lens", "alibi_slopes", "sinks"]
 PARAMETERS += ["k_scale", "v_scale", "out", "lse_out", "workspace", "counters"]
@@ -309,3 +310,9 @@ def test_v2_takes_counters_of_its_stream_at_every_call(card, rng):
         seen.append(call(card, "paged_attention_v2", arguments)[1]["counters"])
     assert seen[0] == seen[2] != seen[1]
     assert all(counters_at(card, address, 3 * 2)[1] == 0 for address in seen)
+
+
+def test_every_argument_of_decode_is_part_of_what_repeats():
+    """As an array, by form and address, or as an option, by value: none is forgotten."""
+    for op in (pagedkv.paged_attention_v1, pagedkv.paged_attention_v2):
+        assert set(inspect.signature(op).parameters) <= {*ops.DECODE_ARRAYS, *ops.DECODE_OPTIONS}
