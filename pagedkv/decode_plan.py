@@ -93,8 +93,9 @@ def _division(problem: Attention, units: int, heads: int, num_sms: int) -> Divis
 
 def _num_shares(units: int, tiles: int, num_sms: int, many_tiles: int) -> int:
     """CTAs that share so many tiles, if sequences are as long as they may be."""
-    ctas = min(CTAS_PER_SM * num_sms, max(min(num_sms, tiles // LEAST_TILES), tiles // many_tiles), MOST_CTAS)
-    ctas = max(1, ctas)
+    # Units that are shorter than that are better begun by as many CTAs as there may be.
+    wanted = max(min(num_sms, tiles // LEAST_TILES), tiles // many_tiles, units)
+    ctas = max(1, min(CTAS_PER_SM * num_sms, wanted, MOST_CTAS))
     # Shares that end where units do, if all sequences are of one length, leave fewer states to merge.
     even = units * (ctas // units) if units <= ctas else -(-units // -(-units // ctas))
     return even if even >= LEAST_EVEN * ctas else ctas

@@ -185,9 +185,9 @@ def test_one_output_given_and_one_not(card, rng, given):
         assert (out.data.ptr, lse.data.ptr) == (launch["out"], launch["lse_out"])
 
 
-@pytest.mark.parametrize(("options", "states"), [({}, 2 * 3 * 8), ({"partition_size": 32}, 3 * 4 * 3)])
+@pytest.mark.parametrize(("options", "states"), [({}, 2 * 6 * 8), ({"partition_size": 32}, 3 * 4 * 3)])
 def test_a_workspace_is_allocated_where_none_is_given(card, rng, options, states):
-    """Two states of 8 heads for each of three CTAs, or one of each head for each partition of a table of 96 tokens."""
+    """Two states of 8 heads for each of six CTAs, or one of each head for each partition of a table of 96 tokens."""
     for _ in range(2):
         _, launch, allocated = call(card, "paged_attention_v2", on_card(rng), **options)
         (memory,) = [array for array in allocated if array.dtype == np.uint8]

@@ -173,6 +173,8 @@ def test_a_cta_per_partition(partition_size, max_seq_len, partitions):
         (8, 32768, 264),  # two for each SM
         (256, 32768, 256),  # one for each unit rather than 264
         (2048, 65536, 256),  # eight units each
+        (2048, 8192, 256),  # short ones
+        (3, 6, 3),
         (200, 25600, 264),  # 200 or 400 would be too few or too many
     ],
 )
