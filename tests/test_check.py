@@ -109,6 +109,7 @@ MISTAKES = {
     "reshape_and_cache --case seed=-1": "--case: seed: expected a number",
     "reshape_and_cache --case head_size=20": "--case: head_size: expected a multiple of 8, got 20",
     "reshape_and_cache --case block_size=9": "--case: block_size: expected one of (16, 8, ",
+    "paged_attention_v2 --case seqs=3,kv_heads=3,block_size=256,partition=1": "--case: partition: 1 tokens are",
     "reshape_and_cach": "no op 'reshape_and_cach'",
     "--minutes 1 --cases 2": "--minutes and --cases: expected one of them",
     "--minutes 0": "--minutes",

@@ -6,12 +6,15 @@ from pagedkv.dtypes import BY_NAME
 
 from .dimension import Dimension, Values
 from .dimensions_of_writes import PACKED_BLOCK_SIZES, why_not_packed_sizes
+from .inputs import SPARE_COLUMNS
 from .mistakes_of_reads import DECODE_MISTAKES, MERGE_MISTAKES, VARLEN_MISTAKES
 
 V1, V2, VARLEN, MERGE = "paged_attention_v1", "paged_attention_v2", "flash_attn_varlen_func", "merge_attn_states"
 MOST_SCORES = 300_000
 MOST_PRODUCTS = 20_000_000  # of a feature of a query and one of a key
 MOST_CACHE_ELEMENTS = 600_000
+MOST_PARTITIONS = 2000  # of a v2 call: each is a CTA, and the interpreter holds the registers of all at once
+HEADS_OF_A_CTA = 8  # at least, where there are as many
 
 BATCH = (
     Dimension("seqs", (1, 0, 2, 3, 5)),
@@ -106,6 +109,14 @@ def _why_not_decode(values: Values) -> str | None:
     return why_not_packed_sizes(values) or _why_not_read(values)
 
 
+def _why_not_v2(values: Values) -> str | None:
+    columns = -(-values["context"] // values["block_size"]) + SPARE_COLUMNS
+    units = values["seqs"] * values["kv_heads"] * -(-values["group"] // HEADS_OF_A_CTA)
+    if values["partition"] and units * columns * values["block_size"] // values["partition"] > MOST_PARTITIONS:
+        return f"partition: {values['partition']} tokens are too few for these heads and blocks"
+    return _why_not_decode(values)
+
+
 def _why_not_varlen(values: Values) -> str | None:
     queries = {"all": values["context"], "more_than_keys": values["context"] + 3, "ragged": values["context"]}
     most = queries.get(values["queries"], 1) * values["seqs"] * values["context"] * values["group"] * values["kv_heads"]
@@ -118,4 +129,4 @@ def _why_not_merge(values: Values) -> str | None:
     return f"head_size: expected a multiple of 8, got {values['head_size']}" if values["head_size"] % 8 else None
 
 
-WHY_NOT = {V1: _why_not_decode, V2: _why_not_decode, VARLEN: _why_not_varlen, MERGE: _why_not_merge}
+WHY_NOT = {V1: _why_not_decode, V2: _why_not_v2, VARLEN: _why_not_varlen, MERGE: _why_not_merge}
