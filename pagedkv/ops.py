@@ -317,7 +317,7 @@ def _run(op: str, asked: Any, reference: ArrayView) -> Replay | None:
     backend = _backend(reference)
     implementation = getattr(backend, op, None)
     if implementation is None:
-        raise NotImplementedError(f"{op}: no kernel yet; host arrays are served by the numpy backend")
+        raise NotImplementedError(f'{op}: no kernel yet; use_backend("numpy") serves host arrays')
     return implementation(asked)
 
 

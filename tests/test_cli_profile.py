@@ -108,6 +108,13 @@ def test_a_kernel_of_ones_own(tmp_path):
     assert launch["traffic"]["global load"]["bytes"] == launch["traffic"]["global store"]["bytes"] == 800
 
 
+def test_arrays_of_ones_own_begin_as_on_a_device(tmp_path):
+    path = own_kernel(tmp_path, stride=1)
+    sizes = ["--arg", "float32[128]", "--arg", "float32[128]", "--arg", "float32=0x10", "--arg", "int32=128"]
+    (launch,) = json.loads(profiled(path, "--kernel", "scale<float>", *sizes, "--json"))
+    assert launch["traffic"]["global load"]["sectors"] == launch["traffic"]["global load"]["ideal_sectors"] == 16
+
+
 def test_a_fault_of_ones_own_is_told_by_line(tmp_path):
     path = own_kernel(tmp_path, stride=8)
     result = call(path, "--kernel", "scale<float>", "--grid", 2, *ARGS)
@@ -129,7 +136,10 @@ def test_a_kernel_that_does_not_compile_shows_the_compilers_words(tmp_path):
         (["wirte"], "no op 'wirte': did you mean write?"),
         (["merge_attn_states"], "merge_attn_states has no kernel yet"),
         (["write", "--compare", "layout=NHD"], "--compare: expected layout=A,B"),
-        (["write", "--compare", "colour=a,b"], "no setting 'colour'"),
+        (["write", "--compare", "colour=a,b"], "no option 'colour'"),
+        (["write", "--compare", "kv_cache_dtype=auto"], "--compare: expected kv-cache-dtype=A,B"),
+        (["v1", "--layout", "HND"], "--layout: paged_attention_v1 has packed, got HND"),
+        (["reshape_and_cache_flash", "--compare", "layout=NHD,packed"], "has NHD and HND, got packed"),
         (["write", "--compare", "layout=NHD,XYZ"], "'XYZ' is not one of"),
         (["write", "--grid", "3"], "--grid is for a file of your own"),
         (["missing.cu", "--kernel", "f"], "no file missing.cu"),
@@ -143,6 +153,10 @@ def test_mistakes(arguments, message):
     assert len(result.output.splitlines()) == 1
 
 
+def wrong_third(argument):
+    return [*ARGS[:4], "--arg", argument, *ARGS[6:]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,6 +165,15 @@ def test_mistakes(arguments, message):
         (["--kernel", "scale<float>", "--arg", "flaot32[4]"], "--arg: expected one like"),
         (["--kernel", "scale<float>", "--arg", "float32"], "--arg: a scalar has a value"),
         (["--kernel", "scale<float>", "--grid", "0"], "--grid: expected one to three positive numbers"),
+        (["--kernel", "scale<float>", "--block", "100"], "--block: expected a multiple of 32 threads"),
+        (["--kernel", "scale<float>", "--block", "64,32"], "at most 1,024, got 2,048"),
+        (["--kernel", "scale<float>", "--shared", "300000"], "300000 is not in the range"),
+        (["--kernel", "scale<float>", "--arg", "object[4]"], "--arg: expected one like"),
+        (["--kernel", "scale<float>", "--arg", "int32=3.5"], "--arg: expected a value of int32"),
+        (["--kernel", "scale<float>", "--arg", "int8=300"], "--arg: expected a value of int8"),
+        (["--kernel", "scale<float>", "--arg", "float32=two"], "--arg: expected a value of float32"),
+        (["--kernel", "scale<float>", *wrong_third("int64=200")], "--arg: parameter 3 has 4 bytes, int64 has 8"),
+        (["--kernel", "scale<float>", *wrong_third("float32[1]")], "--arg: parameter 3 has 4 bytes, a pointer has 8"),
     ],
 )
 def test_mistakes_of_ones_own(tmp_path, arguments, message):

@@ -6,8 +6,10 @@ from difflib import get_close_matches
 
 import click
 
+from pagedkv.ptx.faults import Fault
+
 # What the package raises for what it cannot do; anything else is a fault of its own and keeps its traceback.
-MISTAKES = (ValueError, TypeError, NotImplementedError, IndexError, ImportError, MemoryError)
+MISTAKES = (ValueError, TypeError, NotImplementedError, IndexError, ImportError, MemoryError, Fault)
 # A group called without a command: click 8.2 prints its help by way of an error, 8.1 without one.
 HELP_INSTEAD = getattr(click.exceptions, "NoArgsIsHelpError", ())
 

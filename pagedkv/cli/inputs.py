@@ -17,6 +17,7 @@ SPARE_BLOCKS = 3  # of the pool, in no table
 SPARE_COLUMNS = 1  # of the tables, holding no block
 PADDING_ROWS = 2  # of keys and values: the first has a negative slot, the second none
 NO_BLOCK = -1
+MOST_FEWER = 15  # tokens of a sequence than of the longest
 ALIGNMENT = 256  # bytes, of what a device allocates
 PREFILL_QUERIES = 128  # of every PREFILL_EVERY-th sequence of a mixed batch; the others have one
 PREFILL_EVERY = 4
@@ -86,9 +87,9 @@ class Batch:
 
 @lru_cache(maxsize=1)
 def draw_batch(sizes: Sizes) -> Batch:
-    """The batch of these sizes: the first sequence has ``context`` tokens, the others end up to a block earlier."""
+    """The batch of these sizes: the first sequence has ``context`` tokens, the others up to ``MOST_FEWER`` fewer."""
     rng = np.random.default_rng(sizes.seed)
-    shortest = max(1, sizes.context - sizes.block_size + 1)
+    shortest = max(1, sizes.context - MOST_FEWER)
     seq_lens = rng.integers(shortest, sizes.context, sizes.seqs, endpoint=True)
     seq_lens[0] = sizes.context
     starts = np.concatenate([[0], np.cumsum(seq_lens)])

@@ -1,5 +1,6 @@
 """``pagedkv profile FILE.cu``: a kernel of one's own, and the arguments it is given."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,19 @@ import numpy as np
 from pagedkv import nvrtc
 from pagedkv.arrays import view
 from pagedkv.ptx.counters import Counters
-from pagedkv.ptx.faults import Fault, SourceLine
+from pagedkv.ptx.faults import SourceLine
 from pagedkv.ptx.machine import Machine
 from pagedkv.ptx.parse import Kernel, parse_kernel
 
 from .errors import Mistake
+from .inputs import aligned
 from .profile_record import Record, launch_record, text_of_line
 
 ARGUMENT = r"(?P<dtype>\w+)(?:\[(?P<shape>\d+(?:,\d+)*)\])?(?:=(?P<value>.+))?"
+INTEGER = r"[+-]?(0[xX][0-9a-fA-F]+|\d+)"
+KINDS = "biuf"  # of the dtypes that a kernel has, besides those of ml_dtypes
+MOST_THREADS = 1024  # of a CTA
+SHARED_BYTES = click.IntRange(0, 227 << 10)  # that a CTA may have
 NAMES = ("kernel", "grid", "block", "shared", "arch", "args")
 
 
@@ -29,8 +35,8 @@ def options(command: Any) -> Any:
         [
             click.option("--kernel", metavar="NAME", help="Of FILE.cu: the kernel, with its template arguments."),
             click.option("--grid", metavar="X[,Y[,Z]]", help="CTAs.  [default: 1]"),
-            click.option("--block", metavar="X[,Y[,Z]]", help="Threads of a CTA.  [default: 128]"),
-            click.option("--shared", type=click.IntRange(min=0), metavar="BYTES", help="Dynamic shared memory."),
+            click.option("--block", metavar="X[,Y[,Z]]", help="Threads of a CTA, a multiple of 32.  [default: 128]"),
+            click.option("--shared", type=SHARED_BYTES, metavar="BYTES", help="Dynamic shared memory."),
             click.option("--arch", metavar="NAME", help="Virtual architecture.  [default: compute_90]"),
             click.option(
                 "--arg",
@@ -80,13 +86,13 @@ def profile(
     parsed = parse_kernel(ptx, name)
     arguments = [_argument(text) for text in args]
     counters, ctas, threads = Counters(parsed), _extents(grid or "1", "--grid"), _extents(block or "128", "--block")
+    num_threads = math.prod(threads)
+    if num_threads % 32 or num_threads > MOST_THREADS:
+        raise Mistake(f"--block: expected a multiple of 32 threads, at most {MOST_THREADS:,}, got {num_threads:,}")
     arrays = [view(value, text) for value, text in zip(arguments, args, strict=True) if value.ndim]
     params = _parameters(parsed, arguments)
-    try:
-        Machine(parsed, ctas, threads, params, arrays, dynamic_shared=shared or 0, counters=counters).run()
-    except Fault as fault:
-        raise click.ClickException(str(fault)) from fault
-    return launch_record(kernel, ctas, int(np.prod(threads)), counters, _source_beside(path))
+    Machine(parsed, ctas, threads, params, arrays, dynamic_shared=shared or 0, counters=counters).run()
+    return launch_record(kernel, ctas, num_threads, counters, _source_beside(path))
 
 
 def _source_beside(path: Path) -> Callable[[SourceLine], str]:
@@ -109,21 +115,38 @@ def _argument(text: str) -> np.ndarray:
     value = match["value"]
     if value is None and not shape:
         raise Mistake(f"--arg: a scalar has a value, as in {text}=1")
+    if value is None:
+        return aligned(_random(shape, dtype))
     if value == "arange":
-        return np.arange(np.prod(shape)).astype(dtype).reshape(shape)
-    if value is not None:
-        return np.full(shape, float(value) if "." in value or "e" in value else int(value, 0)).astype(dtype)
-    random = np.random.default_rng(0)
-    if dtype.kind in "iu":
-        return random.integers(0, 100, shape).astype(dtype)
-    return random.standard_normal(shape, np.float32).astype(dtype)
+        return aligned(np.arange(math.prod(shape)).astype(dtype).reshape(shape))
+    return aligned(np.full(shape, _number(value, dtype, text)))
+
+
+def _random(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    if dtype.kind in "biu":
+        return rng.integers(0, 2 if dtype.kind == "b" else 100, shape).astype(dtype)
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def _number(value: str, dtype: np.dtype, text: str) -> np.ndarray:
+    """One value of a dtype that holds it."""
+    integer = dtype.kind in "biu"
+    try:
+        number = int(value, 16 if "x" in value.lower() else 10) if re.fullmatch(INTEGER, value) else float(value)
+        if integer and not isinstance(number, int):
+            raise ValueError(f"{value} is no integer")
+        return np.array(number, dtype) if integer else np.array(number).astype(dtype)
+    except (ValueError, OverflowError) as error:
+        raise Mistake(f"--arg: expected a value of {dtype.name}, got {text!r}") from error
 
 
 def _dtype(name: str) -> np.dtype | None:
     try:
-        return np.dtype(getattr(ml_dtypes, name, name))
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
     except TypeError:
         return None
+    return dtype if dtype.kind in KINDS or hasattr(ml_dtypes, name) else None
 
 
 def _parameters(kernel: Kernel, arguments: list[np.ndarray]) -> bytes:
@@ -131,10 +154,12 @@ def _parameters(kernel: Kernel, arguments: list[np.ndarray]) -> bytes:
     if len(arguments) != len(kernel.params):
         raise Mistake(f"--arg: the kernel has {len(kernel.params)} parameters, got {len(arguments)}")
     block = bytearray(kernel.param_bytes)
-    ends = [*kernel.params.values(), kernel.param_bytes][1:]
-    for (name, offset), end, value in zip(kernel.params.items(), ends, arguments, strict=True):
-        content = value.tobytes() if value.ndim == 0 else value.ctypes.data.to_bytes(8, "little")
-        if len(content) > end - offset:
-            raise Mistake(f"--arg: parameter {name} has at most {end - offset} bytes, got {len(content)}")
-        block[offset : offset + len(content)] = content
+    for number, (offset, size, value) in enumerate(
+        zip(kernel.params.values(), kernel.param_sizes, arguments, strict=True), 1
+    ):
+        content = value.ctypes.data.to_bytes(8, "little") if value.ndim else value.tobytes()
+        if len(content) != size:
+            given = "a pointer" if value.ndim else str(value.dtype)
+            raise Mistake(f"--arg: parameter {number} has {size} bytes, {given} has {len(content)}")
+        block[offset : offset + size] = content
     return bytes(block)

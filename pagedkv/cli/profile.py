@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 
 import pagedkv
 from pagedkv import ptx_ops
@@ -23,6 +24,7 @@ from .profile_record import Record, launch_record, package_source
 from .profile_table import LEGEND, comparison_text, launch_text
 
 SHORT_NAMES = {"v1": "paged_attention_v1", "v2": "paged_attention_v2"}
+FLASH_OPS = ("reshape_and_cache_flash", "flash_attn_varlen_func")
 WRITES = {"packed": "reshape_and_cache", "NHD": "reshape_and_cache_flash", "HND": "reshape_and_cache_flash"}
 
 HELP = """Count what a kernel asks of the hardware, source line by source line. Needs no GPU.
@@ -35,7 +37,8 @@ TARGET is an op, `write` for the one that writes --layout, `v1` or `v2` for that
   pagedkv profile mine.cu --kernel 'scale<float>' --grid 4 --block 128 \\
       --arg 'float32[1024]' --arg 'float32[1024]' --arg int32=1024
 
-The kernel runs in the PTX interpreter, which also reports accesses out of bounds, races and the like.
+The kernel runs in the PTX interpreter, which also reports accesses out of bounds, misaligned ones, and races on shared
+memory and between CTAs.
 """
 
 
@@ -75,9 +78,9 @@ def _settings(compare: str | None, options: dict[str, Any]) -> tuple[tuple[str, 
     name, _, values = compare.partition("=")
     name, pair = name.replace("-", "_"), tuple(value.strip() for value in values.split(","))
     if name not in options:
-        raise Mistake(unknown("setting", name, options))
+        raise Mistake(unknown("option", name.replace("_", "-"), [each.replace("_", "-") for each in options]))
     if len(pair) != 2:
-        raise Mistake(f"--compare: expected {name}=A,B, got {compare!r}")
+        raise Mistake(f"--compare: expected {name.replace('_', '-')}=A,B, got {compare!r}")
     (parameter,) = [each for each in click.get_current_context().command.params if each.name == name]
     context = click.get_current_context()
     return pair, [{**options, name: parameter.type.convert(value, parameter, context)} for value in pair]
@@ -89,6 +92,7 @@ def _profile_op(target: str, options: dict[str, Any]) -> list[Record]:
         raise Mistake(unknown("op", op, ["write", *SHORT_NAMES, *OPS]))
     if not has_kernel(op, "ptx"):
         raise NotImplementedError(f"{op} has no kernel yet")
+    _check_layout(op, options["layout"])
     sizes = Sizes(**options | {"dtype": BY_NAME[options["dtype"]]})
     sizes.check()
     case = OPS[op](op, sizes)
@@ -107,6 +111,16 @@ def _profile_op(target: str, options: dict[str, Any]) -> list[Record]:
         )
         for launch in launches
     ]
+
+
+def _check_layout(op: str, layout: str) -> None:
+    """Mistake if a layout was asked for that the op does not have."""
+    has = FLASH_LAYOUTS if op in FLASH_OPS else ("packed",)
+    context = click.get_current_context()
+    asked = context.get_parameter_source("layout") is not ParameterSource.DEFAULT
+    asked |= (context.params["compare"] or "").startswith("layout")
+    if asked and layout not in has:
+        raise Mistake(f"--layout: {op} has {' and '.join(has)}, got {layout}")
 
 
 def _check(case: Case) -> None:

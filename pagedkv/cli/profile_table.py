@@ -1,23 +1,11 @@
 """Profiles as text: the lines of one launch, or where two launches differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .profile_record import UNITS, Record, cost
 from .table import Column, Table
 
 SOURCE_WIDTH = 40
-LINES = Table(
-    (
-        Column("line", 24),
-        Column("instr", 7, right=True),
-        Column("lanes", 5, right=True),
-        Column("access", 13),
-        Column("requests", 8, right=True),
-        Column("a request (ideal)", 22, right=True),
-        Column("run", 7, right=True),
-        Column("source", SOURCE_WIDTH),
-    )
-)
 LEGEND = """\
 instr: instructions issued by warps, lanes: threads that took part in each. a request is one memory access of a warp:
 32-byte sectors of global memory or wavefronts of shared memory, ideal if its bytes lay side by side; run: how many do.
@@ -27,6 +15,7 @@ PTX is counted, not the machine code made of it, and no cache is modelled: secto
 def launch_text(launch: Record) -> str:
     """All lines that access memory, the others together, and totals."""
     rows = [row for line in launch["lines"] for row in _line_rows(line)]
+    table = _lines_table(_widest(place for place, *_ in rows))
     others = [line for line in launch["lines"] if not line["traffic"]]
     instructions = sum(line["warp_instructions"] for line in others)
     share = instructions / launch["warp_instructions"]
@@ -34,8 +23,8 @@ def launch_text(launch: Record) -> str:
         [
             _heading(launch),
             "",
-            LINES.header(),
-            *rows,
+            table.header(),
+            *map(table.row, rows),
             f"{len(others)} lines without memory access: {instructions:,} instructions ({share:.0%})",
             "",
             f"all: {launch['warp_instructions']:,} instructions, {_mix(launch)}",
@@ -44,19 +33,36 @@ def launch_text(launch: Record) -> str:
     )
 
 
+def _lines_table(place_width: int) -> Table:
+    return Table(
+        (
+            Column("line", place_width),
+            Column("instr", 7, right=True),
+            Column("lanes", 5, right=True),
+            Column("access", 13),
+            Column("requests", 8, right=True),
+            Column("a request (ideal)", 22, right=True),
+            Column("run", 7, right=True),
+            Column("source", SOURCE_WIDTH),
+        )
+    )
+
+
+def _widest(places: Iterable[str]) -> int:
+    return max(map(len, places), default=len("line"))
+
+
 def _heading(launch: Record) -> str:
     grid = " x ".join(map(str, launch["grid"]))
     return f"{launch['kernel']}, grid {grid} of {launch['threads']} threads"
 
 
-def _line_rows(line: Record) -> Iterator[str]:
+def _line_rows(line: Record) -> Iterator[list[str]]:
     lanes = line["thread_instructions"] / line["warp_instructions"]
     first = [line["line"], f"{line['warp_instructions']:,}", f"{lanes:.1f}"]
     for kind, traffic in line["traffic"].items():
         source = line["source"] if first[0] else ""
-        yield LINES.row(
-            [*first, kind, f"{traffic['requests']:,}", _cost(kind, traffic), _run(traffic), source[:SOURCE_WIDTH]]
-        )
+        yield [*first, kind, f"{traffic['requests']:,}", _cost(kind, traffic), _run(traffic), source[:SOURCE_WIDTH]]
         first = [""] * 3
 
 
@@ -95,7 +101,7 @@ def comparison_text(settings: tuple[str, str], launches: tuple[Record, Record]) 
     widths = [max(map(len, column)) for column in zip(settings, *cells, strict=True)]
     table = Table(
         (
-            Column("line", 24),
+            Column("line", _widest(place for place, *_ in rows)),
             Column("", 16),
             *(Column(setting, width, right=True) for setting, width in zip(settings, widths, strict=True)),
             Column("source", SOURCE_WIDTH),

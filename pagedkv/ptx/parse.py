@@ -82,6 +82,7 @@ class Kernel:
 
     name: str
     params: dict[str, int] = field(default_factory=dict)  # offset of each
+    param_sizes: list[int] = field(default_factory=list)  # bytes of each, without what aligns the next
     param_bytes: int = 0
     registers: dict[str, str] = field(default_factory=dict)  # PTX type of each
     variables: dict[str, dict[str, int]] = field(default_factory=lambda: {"shared": {}, "local": {}})  # offset of each
@@ -136,10 +137,12 @@ class _Parser:
         for param in filter(None, map(str.strip, text.split(","))):
             kind, name, count = re.search(r"\.(\w\d+)\s+([\w$]+)(?:\[(\d+)\])?$", param).groups()
             align = re.search(r"\.align\s+(\d+)", param)
-            size = int(kind[1:]) // 8
-            offset = _aligned(offset, int(align[1]) if align else size)
+            element = int(kind[1:]) // 8
+            size = element * int(count or 1)
+            offset = _aligned(offset, int(align[1]) if align else element)
             self.kernel.params[name] = offset
-            offset += size * int(count or 1)
+            self.kernel.param_sizes.append(size)
+            offset += size
         self.kernel.param_bytes = offset
 
     def declare_memory(self, text: str) -> None:

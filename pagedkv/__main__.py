@@ -1,0 +1,5 @@
+"""``python -m pagedkv``: the command line."""
+
+from .cli.main import main
+
+main(prog_name="python -m pagedkv")
