@@ -10,6 +10,7 @@ from .ops import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
+from .warmup import warmup
 from .workspace import workspace_nbytes
 
 __version__ = "0.1.0"
@@ -24,5 +25,6 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "use_backend",
+    "warmup",
     "workspace_nbytes",
 ]

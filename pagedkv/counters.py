@@ -29,7 +29,7 @@ def counters_for(stream: Any, device: int, count: int) -> int:
     reserve = _reserves.setdefault(device, _Reserve())
     if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
         if reserve.taken + count > RESERVE:
-            raise RuntimeError("under graph capture: call the op once before, so that it can allocate its counters")
+            raise RuntimeError("under graph capture: call the op or warmup before, so that there are counters")
         reserve.taken += count
         return reserve.buffer.data.ptr + 4 * (reserve.taken - count)
     if reserve.taken > RESERVE // 2:

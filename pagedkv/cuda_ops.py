@@ -49,6 +49,15 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay 
     return replay if slots is problem.slot_mapping else None
 
 
+def warmup(launches: list[Launch], device: int | None) -> None:
+    """Loads the kernels of these launches, and allocates what captured calls count with."""
+    device = cupy.cuda.runtime.getDevice() if device is None else device
+    with cupy.cuda.Device(device):
+        counters_for(_stream("cupy", device), device, count=0)
+        for launch in launches:
+            kernels.load(launch.instance, device, launch.shared_bytes)
+
+
 class LaunchReplay:
     """Makes one launch again on other addresses, on the stream that is then current."""
 

@@ -8,6 +8,8 @@ packed  keys ``[num_blocks, num_kv_heads, head_size / x, block_size, x]``, ``x =
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from .arrays import ArrayView
 
 FLASH_LAYOUTS = ("NHD", "HND")
@@ -59,6 +61,18 @@ def packed_shape(value_cache: ArrayView) -> CacheShape:
 def packed_key_shape(shape: CacheShape, x: int) -> tuple[int, ...]:
     """The key cache that belongs to a packed value cache."""
     return (shape.num_blocks, shape.num_kv_heads, shape.head_size // x, shape.block_size, x)
+
+
+def cache_shapes(
+    layout: str, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: np.dtype
+) -> list[tuple[int, ...]]:
+    """Shapes of a key and a value cache whose storage has this dtype."""
+    if layout == "packed":
+        shape = CacheShape(num_blocks, block_size, num_kv_heads, head_size)
+        key = packed_key_shape(shape, PACK_BYTES // dtype.itemsize)
+        return [key, (num_blocks, num_kv_heads, head_size, block_size)]
+    block = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+    return [(num_blocks, *block, head_size)] * 2
 
 
 def packed_strides(cache: ArrayView) -> CacheStrides:

@@ -326,12 +326,16 @@ def _backend(reference: ArrayView) -> ModuleType:
     if (chosen != "cuda") != reference.on_host:
         where = "on a CUDA device" if chosen == "cuda" else "in host memory"
         raise TypeError(f"use_backend({chosen!r}): expected arrays {where}, got {device_name(reference.device)}")
-    # Imported on use: the kernels need what not every machine has, CuPy or NVRTC.
-    if chosen == "cuda":
+    return backend_module(chosen)
+
+
+def backend_module(name: str) -> ModuleType:
+    """The module behind a backend's name, imported on use: kernels need what not every machine has, CuPy or NVRTC."""
+    if name == "cuda":
         from . import cuda_ops
 
         return cuda_ops
-    if chosen == "ptx":
+    if name == "ptx":
         from . import ptx_ops
 
         return ptx_ops

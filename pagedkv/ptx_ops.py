@@ -74,6 +74,14 @@ def _decode(problem: Attention) -> None:
     assert counters is None or not counters.numpy().any(), "counters are zero again"
 
 
+def warmup(launches: list[Launch], device: int | None) -> None:
+    """Compiles the kernels of these launches."""
+    if device is not None:
+        raise ValueError(f"device: expected None, the interpreter runs on the host, got {device}")
+    for planned in launches:
+        _kernel(planned.instance)
+
+
 def aligned_garbage(nbytes: int) -> np.ndarray:
     """Bytes that begin at a multiple of 16, as an allocation on a device does."""
     garbage = np.full(nbytes + 16, 0xFF, np.uint8)

@@ -282,7 +282,7 @@ def test_captured_calls_share_no_counters(card, counters_for):
 
 def test_capture_before_any_call_has_no_counters(card, counters_for):
     card.is_capturing = True
-    with pytest.raises(RuntimeError, match="under graph capture: call the op once before"):
+    with pytest.raises(RuntimeError, match="under graph capture: call the op or warmup before"):
         counters_for(card.stream, 0, 1)
 
 
@@ -310,6 +310,15 @@ def test_v2_takes_counters_of_its_stream_at_every_call(card, rng):
         seen.append(call(card, "paged_attention_v2", arguments)[1]["counters"])
     assert seen[0] == seen[2] != seen[1]
     assert all(counters_at(card, address, 3 * 2)[1] == 0 for address in seen)
+
+
+def test_after_warmup_a_first_call_can_be_captured(card, rng):
+    (name,) = (name for name in pagedkv.warmup("float16", 4, 2, 64, 16) if name.startswith("paged_attention<"))
+    warm = set(card.loaded)
+    card.is_capturing = True
+    for op in ("paged_attention_v1", "paged_attention_v2"):
+        call(card, op, on_card(rng, **given_buffers(op)))
+        assert str(card.loaded[-1][0]) == name and card.loaded[-1] in warm
 
 
 def test_every_argument_of_decode_is_part_of_what_repeats():

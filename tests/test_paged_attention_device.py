@@ -29,9 +29,9 @@ def way(request):
     return WAYS[request.param]
 
 
-def batch(cupy, rng, lens, table_width=LONG // 16, num_blocks=4 * LONG // 16):
+def batch(cupy, rng, lens, table_width=LONG // 16, num_blocks=4 * LONG // 16, head_size=64):
     """Arguments whose shapes do not depend on the lengths, as in an engine's own buffers."""
-    arguments = cases.decode(rng, lens, num_heads=16, num_kv_heads=2, head_size=64)
+    arguments = cases.decode(rng, lens, num_heads=16, num_kv_heads=2, head_size=head_size)
     for name in ("key_cache", "value_cache"):
         cache = cases.poisoned((num_blocks, *arguments[name].shape[1:]), np.float16)
         cache[: len(arguments[name])] = arguments[name]
@@ -145,11 +145,34 @@ def test_capture_before_any_call(cupy, rng, monkeypatch):
     with stream:
         stream.begin_capture()
         try:
-            with pytest.raises(RuntimeError, match="under graph capture: call the op once before"):
+            with pytest.raises(RuntimeError, match="under graph capture: call the op or warmup before"):
                 pagedkv.paged_attention_v2(**arguments, **given)
             pagedkv.paged_attention_v1(**arguments, out=given["out"], lse_out=given["lse_out"])
         finally:
             stream.end_capture()
+
+
+def test_capture_of_a_first_call_after_warmup(cupy, rng, monkeypatch):
+    """Sizes that no other test has: nothing is compiled, loaded or allocated under capture."""
+    from pagedkv import counters, kernels
+
+    arguments = batch(cupy, rng, [40, 500], head_size=88)
+    num_heads, num_kv_heads = arguments["query"].shape[1], arguments["key_cache"].shape[1]
+    given = buffers(cupy, arguments, "paged_attention_v2", {})
+    monkeypatch.setattr(counters, "_reserves", {})
+    dtype = arguments["query"].dtype
+    pagedkv.warmup(dtype, num_heads, num_kv_heads, 88, arguments["key_cache"].shape[3])
+    loaded = kernels.load.cache_info().misses
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        pagedkv.paged_attention_v2(**arguments, **given)
+        graph = stream.end_capture()
+    assert kernels.load.cache_info().misses == loaded
+    graph.launch(stream)
+    stream.synchronize()
+    assert_results(given, eager("paged_attention_v2", arguments, {}))
 
 
 @pytest.mark.parametrize("name", ["block_tables", "seq_lens"])

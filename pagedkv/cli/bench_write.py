@@ -9,11 +9,12 @@ import cupy
 import numpy as np
 
 import pagedkv
+from pagedkv.layout import cache_shapes
 
 from . import reference
 from .environment import environment
 from .execute import kernel_instance
-from .inputs import POISON_BYTE, SPARE_BLOCKS, cache_shapes, poisoned, slot_view
+from .inputs import POISON_BYTE, SPARE_BLOCKS, poisoned, slot_view
 from .timing import Stopwatch
 
 TOKENS = (1, 16, 128, 1024, 8192, 65536)

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.layout import cache_shapes
+
 from . import reference
 from .compare import Comparison, compare_rows
 from .decode_rows import DecodeRow
-from .inputs import K_SCALE, V_SCALE, cache_shapes, normal, poisoned, scattered_tables
+from .inputs import K_SCALE, V_SCALE, normal, poisoned, scattered_tables
 
 PIECE = 1 << 26  # numbers drawn at once
 DIFFERENT = 1 << 16  # numbers of which a cache is made

@@ -2,11 +2,12 @@
 
 import numpy as np
 
+from pagedkv.layout import cache_shapes
+
 from . import reference
 from .dimension import Values
 from .dimensions_of_writes import cache_dtype
 from .guarded import GAP, RAGGED_GAP, Form, Guarded, guarded, holding
-from .inputs import cache_shapes
 
 
 def poisoned_caches(values: Values, layout: str, num_blocks: int) -> list[Guarded]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.layout import cache_shapes
+
 from . import reference
 
 POISON_BYTE = 0xFF  # fills a cache with NaNs, whatever its format
@@ -136,19 +138,6 @@ def poisoned_caches(sizes: Sizes, layout: str, num_blocks: int) -> tuple[np.ndar
     """A key and a value cache full of NaNs."""
     axes = (num_blocks, sizes.block_size, sizes.kv_heads, sizes.head_size)
     return tuple(poisoned(np, shape, sizes.cache_dtype) for shape in cache_shapes(layout, *axes, sizes.cache_dtype))
-
-
-def cache_shapes(
-    layout: str, num_blocks: int, block_size: int, kv_heads: int, head_size: int, dtype: np.dtype
-) -> list[tuple[int, ...]]:
-    """Shapes of a key and a value cache."""
-    x = 16 // dtype.itemsize
-    blocks = {
-        "NHD": [(block_size, kv_heads, head_size)] * 2,
-        "HND": [(kv_heads, block_size, head_size)] * 2,
-        "packed": [(kv_heads, head_size // x, block_size, x), (kv_heads, head_size, block_size)],
-    }[layout]
-    return [(num_blocks, *block) for block in blocks]
 
 
 def poisoned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:

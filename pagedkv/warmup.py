@@ -1,0 +1,104 @@
+"""``warmup``: kernels that are there before the first call that needs them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from . import validate
+from .checks import check_choice, check_count, wrong
+from .context import chosen_backend
+from .decode_plan import plan_decode
+from .dtypes import BY_NAME, KV_CACHE_DTYPES, UINT8
+from .launch import Launch
+from .layout import FLASH_LAYOUTS, cache_shapes
+from .ops import backend_module
+from .write_plan import FEW_TOKENS, plan_flash_write, plan_packed_write
+
+
+def warmup(
+    dtype: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    *,
+    layout: str = "packed",
+    kv_cache_dtype: str = "auto",
+    device: int | None = None,
+) -> list[str]:
+    """Compiles and loads the kernels that write a cache and read it, so that no later call has to.
+
+    dtype: of keys and queries: float16, bfloat16 or float32, a dtype of NumPy, torch or JAX or its name.
+    num_heads, num_kv_heads, head_size, block_size: sizes of the queries and the cache.
+    layout: ``"packed"``, ``"NHD"`` or ``"HND"``; reads of NHD and HND have no kernels yet.
+    kv_cache_dtype: as given to the ops.
+    device: number of the CUDA device, None for the current one.
+
+    Returns the names of the kernels. After it a first call with such arrays, of whatever lengths, can be captured into
+    a CUDA graph. It covers arrays that begin at multiples of 16 bytes, as allocations do; a kernel for others compiles
+    when it is first called. Inside ``use_backend("ptx")`` the kernels are compiled for the interpreter; NumPy has none.
+
+    ValueError for sizes, a layout or a format that no cache has, TypeError for another dtype or a size that is no
+    integer, NotImplementedError for what no op takes: heads above 256, float32 queries on a packed fp8 cache.
+
+    >>> pagedkv.warmup("bfloat16", num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
+    """
+    dtype = _dtype(dtype)
+    check_choice(layout, "layout", ("packed", *FLASH_LAYOUTS))
+    check_choice(kv_cache_dtype, "kv_cache_dtype", tuple(KV_CACHE_DTYPES))
+    num_heads, num_kv_heads, head_size, block_size = _sizes(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size
+    )
+    stored = dtype if kv_cache_dtype == "auto" else UINT8
+    shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_size, stored)
+    caches = [np.empty(shape, stored) for shape in shapes]
+    launches = [*_writes(dtype, caches, num_kv_heads, head_size, layout, kv_cache_dtype)]
+    if layout == "packed":
+        launches.append(_decode(np.empty((1, num_heads, head_size), dtype), caches, kv_cache_dtype))
+    name = chosen_backend() or "cuda"
+    if name == "numpy":
+        return []
+    backend_module(name).warmup(launches, device)
+    return list(dict.fromkeys(str(launch.instance) for launch in launches))
+
+
+def _dtype(given: Any) -> np.dtype:
+    """The dtype that an object of NumPy, torch or JAX, or a string, names."""
+    name = getattr(given, "__name__", None) or str(given).rpartition(".")[2]
+    if name not in BY_NAME:
+        raise TypeError(wrong("dtype", f"one of {', '.join(BY_NAME)}", repr(given)))
+    return BY_NAME[name]
+
+
+def _sizes(**sizes: int) -> Iterator[int]:
+    for name, size in sizes.items():
+        if size is None:
+            raise TypeError(wrong(name, "an integer", None))
+        yield check_count(size, name, minimum=1, none=None)
+
+
+def _writes(
+    dtype: np.dtype, caches: list[np.ndarray], num_kv_heads: int, head_size: int, layout: str, kv_cache_dtype: str
+) -> Iterator[Launch]:
+    """Writes of few tokens and of many, with one scale and with one per head."""
+    packed = layout == "packed"
+    plan = plan_packed_write if packed else plan_flash_write
+    for num_tokens in (1, FEW_TOKENS + 1):
+        new = np.empty((num_tokens, num_kv_heads, head_size), dtype)
+        for scale in (None, np.ones(num_kv_heads, np.float32)):
+            arrays = (new, new, *caches, np.zeros(num_tokens, np.int64), scale, scale)
+            problem = validate.cache_write(
+                *arrays, kv_cache_dtype=kv_cache_dtype, packed=packed, layout=None if packed else layout
+            )
+            yield plan(problem)
+
+
+def _decode(query: np.ndarray, caches: list[np.ndarray], kv_cache_dtype: str) -> Launch:
+    """The decode step of v1, whose kernel is that of v2 as well."""
+    indices = np.zeros((1, 1), np.int32)
+    options = {"scale": None, "max_seq_len": None, "alibi_slopes": None, "window_size": (-1, -1), "softcap": 0.0}
+    options |= {"sinks": None, "kv_cache_dtype": kv_cache_dtype, "k_scale": None, "v_scale": None}
+    options |= {"out": None, "lse_out": None, "return_lse": False, "single_pass": True}
+    problem = validate.paged_attention(query, *caches, indices, indices[0], **options)
+    return plan_decode(problem, num_sms=1).launch
