@@ -6,7 +6,7 @@ import cases
 import numpy as np
 import pytest
 
-from pagedkv import decode_plan
+from pagedkv import decode_plan, indices
 
 SLOPES = np.array([1.0, 0.5, 0.11, 0.02], np.float32)
 SINKS = np.array([0.5, -2.0, 3.0, 1.0], np.float32)
@@ -75,6 +75,17 @@ def test_partition_edges(decode_backend, rng, partition_size):
     arguments = cases.decode(rng, seq_lens)
     options = {"sinks": SINKS, "alibi_slopes": SLOPES / 8}
     cases.check_decode(decode_backend, "paged_attention_v2", arguments, partition_size=partition_size, **options)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("options", [{}, {"window_size": (9, 0)}], ids=["all", "window"])
+@pytest.mark.parametrize("max_seq_len", [0, 16, 40])
+def test_a_bound_that_sequences_exceed(ptx_backend, rng, monkeypatch, max_seq_len, options):
+    """On a device nobody sees it. The results are right all the same, and counters are zero again for the next call."""
+    monkeypatch.setattr(indices, "check_lengths", lambda problem, seq_lens: None)
+    arguments = cases.decode(rng, [5, 0, 70, 33])
+    options = options | {"max_seq_len": max_seq_len, "partition_size": 16}
+    cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options)
 
 
 @pytest.mark.ptx
