@@ -6,7 +6,7 @@ import cases
 import numpy as np
 import pytest
 
-from pagedkv import decode_plan, indices
+from pagedkv import decode_plan, dtypes, indices, ptx_ops
 
 SLOPES = np.array([1.0, 0.5, 0.11, 0.02], np.float32)
 SINKS = np.array([0.5, -2.0, 3.0, 1.0], np.float32)
@@ -100,6 +100,15 @@ def test_shares_of_any_number_of_ctas(ptx_backend, rng, monkeypatch, ctas):
     options = {"sinks": SINKS, "alibi_slopes": SLOPES / 8}
     cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options)
     cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options, window_size=(70, 0))
+
+
+@pytest.mark.ptx
+def test_the_last_to_arrive_acquires_what_the_others_released():
+    """The interpreter asks for the release alone, and one without the acquire would pass (``ptx/releases.py``)."""
+    kernel = ptx_ops._kernel(decode_plan.decode_instance_for(dtypes.FLOAT16, dtypes.FLOAT16, 64, 16, 2))
+    arrivals = [instruction.opcode for instruction in kernel.instructions if instruction.opcode[0] in ("atom", "red")]
+    assert arrivals
+    assert set(arrivals) == {("atom", "add", "acq_rel", "gpu", "global", "s32")}
 
 
 @pytest.mark.parametrize("growth", [3.0, -3.0], ids=["last_dominates", "first_dominates"])
