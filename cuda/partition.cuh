@@ -96,7 +96,9 @@ class Schedule {
     position_ = end_;
     set_unit(segment, unit / params_.units_per_sequence, unit % params_.units_per_sequence);
     const VisibleKeys visible = keys(segment.sequence);
-    const int32_t size = params_.partition_size, first = visible.first / size, last = max(0, visible.end - 1) / size;
+    // A sequence longer than the caller's bound ends in the last partition: no unit waits for CTAs that are not there.
+    const int32_t size = params_.partition_size, most = params_.num_partitions - 1;
+    const int32_t first = min(visible.first / size, most), last = min(max(0, visible.end - 1) / size, most);
     if (partition < first || partition > last) return false;
     segment.first_token = max(visible.first, partition * size);
     segment.end_token = partition == last ? visible.end : (partition + 1) * size;

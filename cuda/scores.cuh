@@ -4,12 +4,13 @@
 
 namespace pagedkv {
 
-// tanh within 2^-22, in a few instructions. Near 0 the quotient would lose what it is to give.
-__device__ __forceinline__ float tanh_by_exp2(float x) {
-  const float square = x * x;
-  const float series = x + x * square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315)));
-  const float quotient = 1.0f - 2.0f * approximate_reciprocal(exp2_approximate(x * (2.0f * LOG2_E)) + 1.0f);
-  return fabsf(x) < 0.25f ? series : quotient;
+// cap * tanh(score / cap). Far below the cap 1 - 2 / (e^2x + 1) would have lost the digits of tanh(x) that the cap
+// magnifies, and x itself may be too small to be told from 0: there it is the series, times the score.
+__device__ __forceinline__ float capped_score(float score, float cap) {
+  const float x = score / cap, square = x * x;
+  const float series = fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1.0f);
+  const float tanh_x = 1.0f - 2.0f * approximate_reciprocal(exp2_approximate(x * (2.0f * LOG2_E)) + 1.0f);
+  return fabsf(x) < 0.25f ? score * series : cap * tanh_x;
 }
 
 struct ScoreOptions {
@@ -25,7 +26,7 @@ struct ScoreOptions {
     return alibi_slopes == nullptr ? 0.0f : alibi_slopes[head * slope_stride];
   }
   __device__ __forceinline__ float logit(float product, float slope, int32_t key_position) const {
-    const float score = product * scale, capped = softcap == 0.0f ? score : softcap * tanh_by_exp2(score / softcap);
+    const float score = product * scale, capped = softcap == 0.0f ? score : capped_score(score, softcap);
     return (capped - slope * abs(query_position - key_position)) * LOG2_E;
   }
 };

@@ -4,12 +4,14 @@ Calls on one stream run one after the other and share a buffer. A captured call 
 them, so it gets counters of its own, for good.
 """
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import cupy
 
 FEWEST = 1 << 12
+PER_THREAD = 2  # the handle by which every thread calls a default stream of its own
 RESERVE = 1 << 20  # for calls that will be captured; what remains of it is at least half as much after an eager call
 
 
@@ -20,7 +22,7 @@ class _Reserve:
     full: list[Any] = field(default_factory=list)  # kept for the graphs that use them
 
 
-_by_stream: dict[tuple[int, int], Any] = {}
+_by_stream: dict[tuple[int, int, int | None], Any] = {}
 _reserves: dict[int, _Reserve] = {}
 
 
@@ -35,9 +37,10 @@ def counters_for(stream: Any, device: int, count: int) -> int:
     if reserve.taken > RESERVE // 2:
         reserve.full.append(reserve.buffer)
         reserve.buffer, reserve.taken = _zeros(RESERVE, stream), 0
-    buffer = _by_stream.get((device, stream.ptr))
+    key = (device, stream.ptr, threading.get_ident() if stream.ptr == PER_THREAD else None)
+    buffer = _by_stream.get(key)
     if buffer is None or buffer.size < count:
-        buffer = _by_stream[device, stream.ptr] = _zeros(max(count, FEWEST), stream)
+        buffer = _by_stream[key] = _zeros(max(count, FEWEST), stream)
     return buffer.data.ptr
 
 

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import cases
@@ -259,6 +260,14 @@ def test_calls_on_a_stream_share_counters(card, counters_for):
     assert counters_at(card, first, 4000)[1] == 0
     assert counters_for(Stream(2), 0, 10) != first
     assert counters_for(card.stream, 1, 10) != first
+
+
+@pytest.mark.parametrize(("ptr", "is_shared"), [(0, True), (2, False)], ids=["legacy", "per_thread"])
+def test_default_streams_of_two_threads(card, counters_for, ptr, is_shared):
+    """All threads call a default stream of their own by the same handle."""
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(counters_for, Stream(ptr), 0, 10).result()
+    assert (counters_for(Stream(ptr), 0, 10) == other) == is_shared
 
 
 def test_more_counters_than_before(card, counters_for):

@@ -45,6 +45,13 @@ def test_softcap(decode_backend, decode_op, rng, softcap):
     cases.check_decode(decode_backend, decode_op, cases.decode(rng, SEQ_LENS), softcap=softcap, scale=softcap / 4)
 
 
+@pytest.mark.parametrize("softcap", [1e3, 1e6, 1e30, 3e38])
+def test_a_softcap_far_above_the_scores(decode_backend, decode_op, rng, softcap):
+    """It bends nothing, and what rounding does to the hyperbolic tangent must not be magnified by it."""
+    arguments = cases.decode(rng, SEQ_LENS, dtype=np.float32)
+    cases.check_decode(decode_backend, decode_op, arguments, softcap=softcap)
+
+
 @pytest.mark.parametrize("sink_dtype", [np.float32, np.float16], ids=["float32", "query_dtype"])
 def test_sinks(decode_backend, decode_op, rng, sink_dtype):
     cases.check_decode(decode_backend, decode_op, cases.decode(rng, SEQ_LENS), sinks=SINKS.astype(sink_dtype))

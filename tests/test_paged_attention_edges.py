@@ -6,7 +6,7 @@ import cases
 import numpy as np
 import pytest
 
-from pagedkv import decode_plan
+from pagedkv import decode_plan, dtypes, indices, ptx_ops
 
 SLOPES = np.array([1.0, 0.5, 0.11, 0.02], np.float32)
 SINKS = np.array([0.5, -2.0, 3.0, 1.0], np.float32)
@@ -78,6 +78,17 @@ def test_partition_edges(decode_backend, rng, partition_size):
 
 
 @pytest.mark.ptx
+@pytest.mark.parametrize("options", [{}, {"window_size": (9, 0)}], ids=["all", "window"])
+@pytest.mark.parametrize("max_seq_len", [0, 16, 40])
+def test_a_bound_that_sequences_exceed(ptx_backend, rng, monkeypatch, max_seq_len, options):
+    """On a device nobody sees it. The results are right all the same, and counters are zero again for the next call."""
+    monkeypatch.setattr(indices, "check_lengths", lambda problem, seq_lens: None)
+    arguments = cases.decode(rng, [5, 0, 70, 33])
+    options = options | {"max_seq_len": max_seq_len, "partition_size": 16}
+    cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options)
+
+
+@pytest.mark.ptx
 @pytest.mark.parametrize("ctas", [1, 2, 5, 14, 40])
 def test_shares_of_any_number_of_ctas(ptx_backend, rng, monkeypatch, ctas):
     """Without a partition size every CTA takes as many tiles: of several sequences, or one of many parts of a long one.
@@ -89,6 +100,15 @@ def test_shares_of_any_number_of_ctas(ptx_backend, rng, monkeypatch, ctas):
     options = {"sinks": SINKS, "alibi_slopes": SLOPES / 8}
     cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options)
     cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options, window_size=(70, 0))
+
+
+@pytest.mark.ptx
+def test_the_last_to_arrive_acquires_what_the_others_released():
+    """The interpreter asks for the release alone, and one without the acquire would pass (``ptx/releases.py``)."""
+    kernel = ptx_ops._kernel(decode_plan.decode_instance_for(dtypes.FLOAT16, dtypes.FLOAT16, 64, 16, 2))
+    arrivals = [instruction.opcode for instruction in kernel.instructions if instruction.opcode[0] in ("atom", "red")]
+    assert arrivals
+    assert set(arrivals) == {("atom", "add", "acq_rel", "gpu", "global", "s32")}
 
 
 @pytest.mark.parametrize("growth", [3.0, -3.0], ids=["last_dominates", "first_dominates"])
