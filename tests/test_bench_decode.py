@@ -15,7 +15,7 @@ import pagedkv
 from pagedkv.cli import bench as command
 from pagedkv.cli import machine
 from pagedkv.cli.bench_decode import DecodeBench
-from pagedkv.cli.decode_rows import ROWS, DecodeRow
+from pagedkv.cli.decode_rows import CROSSOVER, DEFAULT_SHAPE, ROWS, DecodeRow
 from pagedkv.cli.main import main
 from pagedkv.dtypes import BFLOAT16
 
@@ -61,7 +61,7 @@ def test_the_bench_records_what_it_measured(monkeypatch):
     lines = []
     bench = small_bench(monkeypatch, kv_cache_dtype="fp8")
     record = bench.run([SMALL], lines.append)
-    assert record["name"] == "decode-bfloat16-fp8-h32"
+    assert record["shape"] == {**DEFAULT_SHAPE, "kv_cache_dtype": "fp8", "head_size": 32}
     assert record["method"] == "medians of graph replays, L2 cold, 7 each"
     assert record["host_us"] == {op: {"given": 5.0, "allocated": 5.0} for op in ("v1", "v2")}
     (row,) = record["rows"]
@@ -126,6 +126,7 @@ def call(*arguments):
 MISTAKES = {
     "--row 1x1-1/1": "--row",
     "--row 8x4096-64/8 --seqs 3 --context 9": "--row and --seqs with --context: expected one or the other",
+    "--crossover --seqs 3 --context 9": "--crossover has rows of its own",
     "--seqs 3": "a batch of your own needs both --seqs and --context",
     "--context 3": "a batch of your own needs both --seqs and --context",
     "--seqs 3 --context 9 --heads 9": "--heads 9 is no multiple of --kv-heads 8",
@@ -167,7 +168,7 @@ def measured(monkeypatch):
 
     def record(rows, results, **options):
         seen.append((rows, options))
-        return {"bench": "decode", "name": "decode", "card": "A card"}
+        return {"bench": "decode", "shape": DEFAULT_SHAPE, "card": "A card"}
 
     monkeypatch.setattr(machine, "why_no_cuda", lambda: None)
     monkeypatch.setattr(command, "_decode_record", record)
@@ -177,12 +178,34 @@ def measured(monkeypatch):
 def test_rows_by_name_or_of_ones_own(measured, tmp_path):
     assert call("--json").exit_code == 0
     assert call("--json", "--row", "1x1024-32/8", "--row", "256xragged-64/8", "--op", "v2").exit_code == 0
-    own = ("--seqs", "3", "--context", "9", "--heads", "4", "--kv-heads", "2", "--results", str(tmp_path))
+    own = ("--seqs", "3", "--context", "9", "--heads", "4", "--kv-heads", "2")
     assert call("--json", *own, "--kv-cache-dtype", "fp8").exit_code == 0
     assert [rows for rows, _ in measured] == [list(ROWS), [ROWS[0], ROWS[-1]], [DecodeRow(3, 9, 4, 2)]]
     assert [options["ops"] for _, options in measured] == [(), ("v2",), ()]
     assert measured[2][1]["kv_cache_dtype"] == "fp8"
-    assert (tmp_path / "a-card" / "decode.json").is_file()
+
+
+def test_all_rows_and_the_crossover_are_two_records(measured, tmp_path):
+    for options in ([], ["--crossover"]):
+        assert call("--json", "--results", str(tmp_path), *options).exit_code == 0
+    assert [rows for rows, _ in measured] == [list(ROWS), list(CROSSOVER)]
+    assert {path.name for path in (tmp_path / "a-card").iterdir()} == {"decode.json", "decode-crossover.json"}
+
+
+@pytest.mark.parametrize("part", ["--row 1x1024-32/8", "--seqs 3 --context 9", "--op v2"])
+def test_a_part_replaces_no_record(measured, tmp_path, part):
+    result = call("--results", str(tmp_path), *part.split())
+    assert result.exit_code == 2
+    assert "--results keeps records of all rows and ops" in result.stderr
+    assert not measured and not list(tmp_path.iterdir())
+
+
+def test_the_crossover_has_batches_of_several_sizes_over_the_context():
+    assert len({(row.num_seqs, row.context) for row in CROSSOVER}) == len(CROSSOVER) == 17
+    for num_seqs in (1, 4, 16, 64, 256):
+        contexts = [row.context for row in CROSSOVER if row.num_seqs == num_seqs]
+        assert len(contexts) >= 2 and contexts == sorted(contexts)
+    assert not {row.name for row in CROSSOVER} & {row.name for row in ROWS if row.is_ragged}
 
 
 @pytest.fixture
@@ -201,7 +224,7 @@ def numpy_as_card(monkeypatch):
 ORIGIN = {"card": "A card", "driver": "1.2", "versions": {"cupy": "14.2.0"}, "commit": "abc", "date": "2026-01-02"}
 
 
-def test_from_options_to_record(numpy_as_card, tmp_path):
+def test_from_options_to_record(numpy_as_card, monkeypatch, tmp_path):
     """fp8 finds the record of the plain cache, and every record the times of others, in the card's folder."""
     (tmp_path / "a-card").mkdir()
     entry = {
@@ -214,10 +237,10 @@ def test_from_options_to_record(numpy_as_card, tmp_path):
     }
     others = {"card": "A card", "date": "then", "method": "so", "versions": {}, "decode_us": [entry]}
     (tmp_path / "a-card" / "peers.json").write_text(json.dumps(others))
+    monkeypatch.setattr(command, "ROWS_BY_NAME", {ROWS[0].name: ROWS[0]})
     rows = []
     for kv_cache_dtype in ("auto", "fp8"):
-        row = ("--row", "1x1024-32/8", "--op", "v2", "--kv-cache-dtype", kv_cache_dtype)
-        result = call(*row, "--results", str(tmp_path), "--json")
+        result = call("--kv-cache-dtype", kv_cache_dtype, "--results", str(tmp_path), "--json")
         assert result.exit_code == 0, result.output
         record = json.loads(result.stdout)
         assert record["card"] == "A card"
@@ -240,16 +263,14 @@ def test_the_picture_of_a_run(numpy_as_card, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_a_small_batch_on_a_card(tmp_path, kv_cache_dtype):
+def test_a_small_batch_on_a_card(kv_cache_dtype):
     """From the options to the record: the floor is nearer to the bytes than what computes with them."""
     sizes = ("--seqs", "5", "--context", "300", "--heads", "8", "--kv-heads", "2", "--repeats", "3")
-    result = call(*sizes, "--kv-cache-dtype", kv_cache_dtype, "--results", str(tmp_path))
+    result = call(*sizes, "--kv-cache-dtype", kv_cache_dtype, "--json")
     assert result.exit_code == 0, result.output
-    (path,) = tmp_path.glob("*/decode*.json")
-    (row,) = json.loads(path.read_text())["rows"]
+    (row,) = json.loads(result.stdout)["rows"]
     assert row["nbytes"] == 2 * 5 * 300 * 2 * 128 * (1 if kv_cache_dtype == "fp8" else 2)
     assert 0 < row["floor_us"] < min(row["us"].values()) < 1000
-    assert "| 5 | 300 | 8/2 |" in result.output
 
 
 @pytest.mark.gpu

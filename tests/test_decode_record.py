@@ -10,7 +10,7 @@ import pytest
 from pagedkv.cli import report
 from pagedkv.cli.decode_plot import MISSING, check_matplotlib, plot
 from pagedkv.cli.decode_record import PEER_SIZES, completed
-from pagedkv.cli.decode_rows import DEFAULT_SHAPE, ROWS, nbytes, record_name
+from pagedkv.cli.decode_rows import CROSSOVER, DEFAULT_SHAPE, ROWS, nbytes, record_name
 from pagedkv.cli.decode_table import PEER_NAMES, decode_markdown
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -171,6 +171,13 @@ def test_the_table():
     assert "at most 25, v2 12.3 with all memory given, 23.4 with none; v1 12.3" in text
     assert "best read 268 MB in 60.0 (4.47 TB/s)" in text
     assert "Others as recorded on 2026-01-01, NVIDIA H200: as here; flashinfer 0.6." in text
+
+
+def test_the_table_of_the_crossover_says_so():
+    record = completed(measured(CROSSOVER), None, None)
+    sentence = "v1 against v2 over the context, for batches of several sizes."
+    assert sentence not in decode_markdown(record)
+    assert sentence in decode_markdown(record | {"name": record_name(DEFAULT_SHAPE, is_crossover=True)})
 
 
 def test_the_table_of_one_op_without_others():

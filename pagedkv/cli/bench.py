@@ -12,7 +12,7 @@ from pagedkv.layout import FLASH_LAYOUTS
 
 from . import decode_plot, machine, report
 from .decode_record import completed
-from .decode_rows import ROWS_BY_NAME, DecodeRow, record_name
+from .decode_rows import CROSSOVER, ROWS_BY_NAME, DecodeRow, record_name
 from .errors import Mistake
 from .execute import has_kernel
 from .markdown import Record
@@ -52,6 +52,7 @@ def write(results: Path | None, as_json: bool, tokens: tuple[int, ...], dtype: s
 @bench.command()
 @click.option("--row", "names", type=click.Choice(list(ROWS_BY_NAME)), multiple=True, metavar="NAME",
               help=f"Repeatable; of {', '.join(ROWS_BY_NAME)}.  [default: all]")  # fmt: skip
+@click.option("--crossover", is_flag=True, help="Measure where v1 and v2 cross over the context instead.")
 @click.option("--seqs", type=POSITIVE, metavar="N", help="Sequences of a batch of your own, with --context.")
 @click.option("--context", type=POSITIVE, metavar="N", help="Tokens of each of its sequences.")
 @click.option("--heads", type=POSITIVE, metavar="N", default=32, show_default=True, help="Its query heads.")
@@ -66,7 +67,7 @@ def write(results: Path | None, as_json: bool, tokens: tuple[int, ...], dtype: s
               help="Format of the cache; auto: that of --dtype.")  # fmt: skip
 @click.option("--repeats", type=POSITIVE, metavar="N", default=30, show_default=True, help="Replays per figure.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
-              help="Where records go, as <card>/decode.json; none are kept without it.")  # fmt: skip
+              help="Where a record of all rows goes, as <card>/decode.json; none is kept without it.")  # fmt: skip
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Draw the ratios to the floor into a PNG file.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the record instead of its table.")
@@ -76,6 +77,9 @@ def decode(results: Path | None, plot: Path | None, as_json: bool, **options: An
     Each beside a kernel that only reads the same blocks through the same table. A result that is not right is not
     timed, and ends the run with exit code 1.
     """
+    if results is not None and (options["names"] or options["seqs"] or options["ops"]):
+        raise Mistake("--results keeps records of all rows and ops: leave out --row, --seqs and --op, or take --json")
+    is_crossover = options["crossover"]
     rows = _decode_rows(options)
     if plot is not None:
         decode_plot.check_matplotlib()
@@ -83,6 +87,7 @@ def decode(results: Path | None, plot: Path | None, as_json: bool, **options: An
     _check_layout(options.pop("layout"))
     folder = results or DEFAULT_RESULTS  # where the times of others are, kept or not
     record = _decode_record(rows, folder, **options)
+    record["name"] = record_name(record["shape"], is_crossover)
     _deliver(record, results, as_json)
     if plot is not None:
         decode_plot.plot(record, plot)
@@ -91,8 +96,12 @@ def decode(results: Path | None, plot: Path | None, as_json: bool, **options: An
 
 def _decode_rows(options: dict[str, Any]) -> list[DecodeRow]:
     """Takes the batches to measure out of all options."""
-    names, *sizes = (options.pop(name) for name in ("names", "seqs", "context", "heads", "kv_heads"))
-    seqs, context, heads, kv_heads = sizes
+    names, crossover = options.pop("names"), options.pop("crossover")
+    seqs, context, heads, kv_heads = sizes = [options.pop(name) for name in ("seqs", "context", "heads", "kv_heads")]
+    if crossover:
+        if names or seqs or context:
+            raise Mistake("--crossover has rows of its own: leave out --row, --seqs and --context")
+        return list(CROSSOVER)
     if seqs is None and context is None:
         return [ROWS_BY_NAME[name] for name in names or ROWS_BY_NAME]
     if names:

@@ -13,7 +13,7 @@ import numpy as np
 import pagedkv
 
 from .decode_inputs import DecodeInputs
-from .decode_rows import ROWS, DecodeRow, nbytes, record_name
+from .decode_rows import ROWS, DecodeRow, nbytes
 from .execute import kernel_instance
 from .markdown import Record
 from .read_floor import read_launches
@@ -45,7 +45,6 @@ class DecodeBench:
         stopwatch = self.stopwatch
         return {
             "bench": "decode",
-            "name": record_name(self.shape),
             "method": f"{METHOD}, {stopwatch.repeats} each",
             "shape": self.shape,
             "ceilings": {

@@ -59,6 +59,14 @@ ROWS = (
     DecodeRow(256, 1024, 64, 8, 1.035, fills_card=True),
     DecodeRow(256, 2048, 64, 8, OTHER_SIZES, is_ragged=True),
 )
+# Where v1 and v2 cross over the context, for batches of several sizes: what ``paged_attention`` chooses by.
+CROSSOVER_TOKENS = 2**19  # of a batch, at most
+CROSSOVER = tuple(
+    DecodeRow(num_seqs, context, 32, 8)
+    for num_seqs in (1, 4, 16, 64, 256)
+    for context in (256, 1024, 4096, 16384)
+    if num_seqs * context <= CROSSOVER_TOKENS
+)
 ROWS_BY_NAME = {row.name: row for row in ROWS}
 
 
@@ -85,11 +93,11 @@ def _fp8_target_us(plain: Record, op: str) -> float:
     return plain["us"][op] * (FP8_SHARE if plain["floor_us"] > LONG_US else 1)
 
 
-def record_name(shape: Record) -> str:
-    """``decode``, and of another shape what sets it apart."""
+def record_name(shape: Record, is_crossover: bool = False) -> str:
+    """``decode``, and of another shape or other rows what sets it apart."""
     names = ("dtype", "kv_cache_dtype")
     words = [shape[name] for name in names] if any(shape[name] != DEFAULT_SHAPE[name] for name in names) else []
     for name, letter in (("head_size", "h"), ("block_size", "b")):
         if shape[name] != DEFAULT_SHAPE[name]:
             words.append(f"{letter}{shape[name]}")
-    return "-".join(["decode", *words])
+    return "-".join(["decode", *words, *["crossover"] * is_crossover])

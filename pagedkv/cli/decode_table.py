@@ -1,6 +1,6 @@
 """The Markdown table of a ``bench decode`` record."""
 
-from .decode_rows import HOST_US
+from .decode_rows import HOST_US, record_name
 from .markdown import Record, origin, table_lines
 from .table import size
 
@@ -27,9 +27,12 @@ def decode_markdown(record: Record) -> str:
 
 def _introduction(record: Record) -> list[str]:
     shape = record["shape"]
+    crossover = record["name"] == record_name(shape, is_crossover=True)
     return [
         f"{origin(record)}: {shape['dtype']}, {shape['layout']} cache {shape['kv_cache_dtype']}, heads of "
-        f"{shape['head_size']}, blocks of {shape['block_size']}, {record['method']}.",
+        f"{shape['head_size']}, blocks of {shape['block_size']}, {record['method']}."
+        + crossover
+        * " v1 against v2 over the context, for batches of several sizes.",
         "",
         "us, in brackets TB/s. The floor reads the same blocks through the same table and computes nothing; a ratio to "
         "it has its target in brackets, and is bold where it is met.",
