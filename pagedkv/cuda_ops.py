@@ -127,22 +127,26 @@ class DecodeReplay:
             with cupy.cuda.Device(launch.device):
                 return self(pointers)
         *inputs, out, lse, workspace = pointers
-        counters, stream = 0, _stream(launch.framework, launch.device)
+        counters, new_out, new_lse = 0, None, None
         if self.num_counters:
+            stream = _stream(launch.framework, launch.device)
             counters = counters_for(stream, launch.device, self.num_counters)
             if workspace == 0:
                 with stream:
                     memory = cupy.empty(self.workspace_bytes, np.uint8)
                 workspace = memory.data.ptr
-        made = [
-            empty(like, like.shape, like.dtype) if like is not None and pointer == 0 else None
-            for like, pointer in ((self.out, out), (self.lse, lse))
-        ]
-        out, lse = (
-            pointer if array is None else array.pointer for array, pointer in zip(made, (out, lse), strict=True)
-        )
+        if out == 0:
+            new_out = _new(self.out)
+            out = new_out.pointer
+        if lse == 0 and self.lse is not None:
+            new_lse = _new(self.lse)
+            lse = new_lse.pointer
         launch([*inputs, out, lse, workspace, counters])
-        return tuple(made)
+        return new_out, new_lse
+
+
+def _new(form: ArrayView) -> ArrayView:
+    return empty(form, form.shape, form.dtype)
 
 
 def _form(array: ArrayView) -> ArrayView:

@@ -299,10 +299,11 @@ def _decode(op: str, given: dict[str, Any], *, single_pass: bool) -> Any:
         read = validate.paged_attention(**given, single_pass=single_pass)
         call.remember(_run(op, read, read.query))
         return _results(read, given["out"], given["lse_out"], given["return_lse"])
-    out, lse = (
-        given[name] if new is None else new.owner for name, new in zip(("out", "lse_out"), results, strict=True)
-    )
-    return (out, lse) if given["return_lse"] else out
+    new_out, new_lse = results
+    out = given["out"] if new_out is None else new_out.owner
+    if not given["return_lse"]:
+        return out
+    return out, given["lse_out"] if new_lse is None else new_lse.owner
 
 
 def _results(read: Attention, out: Any, lse_out: Any, return_lse: bool) -> Any:

@@ -15,6 +15,7 @@ Pointers = list[int]
 Replay = Callable[[Pointers], Any]
 MISS = object()  # no call like this one has been made
 
+NOTHING = (0, None)  # an array that is not given
 ALIGNMENT = 16  # bytes; instances differ by alignment up to the widest access
 LIMIT = 4096  # forms remembered; a caller whose shapes never repeat starts over instead of growing without bound
 
@@ -32,7 +33,7 @@ class Call:
         self.pointers: Pointers = []
         if is_checked() or chosen_backend() not in (None, "cuda"):
             return
-        described = [_describer(type(array))(array) for array in arrays]
+        described = [NOTHING if array is None else _describer(type(array))(array) for array in arrays]
         if None in described:
             return
         self.pointers, forms = map(list, zip(*described, strict=True))
@@ -62,7 +63,7 @@ def _describer(kind: type) -> Callable[[Any], tuple[int, Any] | None]:
         return _describe_cupy
     if framework == "torch" and kind.__name__ == "Tensor":
         return _describe_torch
-    if kind in (type(None), float, int):
+    if kind in (float, int):
         return lambda value: (0, (kind, value))
     return lambda array: None
 
