@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                     const float* __restrict__ v_scale,         // [1] or [num_kv_heads], or null
                     scalar_t* __restrict__ out,                // [num_seqs, num_heads, head_size]
                     float* __restrict__ lse,                   // [num_heads, num_seqs], or null
-                    void* workspace,                           // `num_slots` states, or null if no unit is cut
+                    void* workspace,                           // `num_states` states, or null if no unit is cut
                     int32_t* counters,                         // [num_units] zeros, or null likewise
                     const __grid_constant__ DecodeParams params) {
   using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>::type;
