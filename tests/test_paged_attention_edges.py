@@ -77,6 +77,25 @@ def test_partition_edges(decode_backend, rng, partition_size):
     cases.check_decode(decode_backend, "paged_attention_v2", arguments, partition_size=partition_size, **options)
 
 
+@pytest.mark.parametrize("num_seqs", [31, 32, 33, 70])
+def test_more_sequences_than_lanes(decode_backend, rng, num_seqs):
+    """A warp adds up the tiles of all sequences, a slice of them in each lane."""
+    seq_lens = [int(n) for n in rng.integers(0, 70, num_seqs)]
+    arguments = cases.decode(rng, seq_lens, num_heads=1, num_kv_heads=1, head_size=16)
+    cases.check_decode(decode_backend, "paged_attention_v2", arguments)
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (50, 0)], ids=["all", "window"])
+@pytest.mark.parametrize("partition_size", [1, 2])
+def test_more_partitions_than_lanes(decode_backend, rng, partition_size, window_size):
+    """A warp merges as many states at once as it has lanes, and the largest may be the first or the last of all."""
+    arguments = cases.decode(rng, [31, 32, 33, 63, 64, 65, 75], num_heads=1, num_kv_heads=1, head_size=16)
+    options = {"partition_size": partition_size, "window_size": window_size, "sinks": SINKS[:1]}
+    for slope in (0.3, -0.3):
+        slopes = np.array([slope], np.float32)
+        cases.check_decode(decode_backend, "paged_attention_v2", arguments, **options, alibi_slopes=slopes)
+
+
 @pytest.mark.ptx
 @pytest.mark.parametrize("options", [{}, {"window_size": (9, 0)}], ids=["all", "window"])
 @pytest.mark.parametrize("max_seq_len", [0, 16, 40])
