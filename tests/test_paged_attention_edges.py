@@ -5,8 +5,9 @@ import itertools
 import cases
 import numpy as np
 import pytest
+from small_kernels import launch
 
-from pagedkv import decode_plan, dtypes, indices, ptx_ops
+from pagedkv import decode_plan, dtypes, indices, kernels, ptx_ops
 
 SLOPES = np.array([1.0, 0.5, 0.11, 0.02], np.float32)
 SINKS = np.array([0.5, -2.0, 3.0, 1.0], np.float32)
@@ -14,6 +15,13 @@ SUBSETS = [subset for n in range(1, 4) for subset in itertools.combinations(("al
 ORDERED_VALUES = np.array([[2**20] * 16, [1] + [0] * 15, [-(2**20)] * 16], np.float32)  # a row per block
 HEAD_SIZES = [8, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256]
 BLOCK_SIZES = [8, 16, 32, 64, 128, 256]
+QUOTIENTS = """
+template <int UNUSED>
+__global__ void kernel(int* quotients, const int* a, const int* b) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  quotients[i] = pagedkv::small_quotient(a[i], b[i]);
+}
+"""
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
@@ -75,6 +83,39 @@ def test_partition_edges(decode_backend, rng, partition_size):
     arguments = cases.decode(rng, seq_lens)
     options = {"sinks": SINKS, "alibi_slopes": SLOPES / 8}
     cases.check_decode(decode_backend, "paged_attention_v2", arguments, partition_size=partition_size, **options)
+
+
+@pytest.mark.ptx
+def test_quotients_by_way_of_a_reciprocal():
+    """Next to whole multiples, where an estimate is off by one, of divisors whose reciprocals round up and down."""
+    b = np.concatenate([np.arange(1, 1000), [2**k + offset for k in range(12, 31) for offset in (-1, 0, 1)]])
+    a = b[:, None, None] * np.array([1, 3, 511, 2**20 - 1])[:, None] + np.array([-1, 0, 1])
+    a, b = (array.ravel().astype(np.int64) for array in np.broadcast_arrays(a, b[:, None, None]))
+    is_meant = (a < 2**31) & (a // b < 2**20)
+    count = is_meant.sum() // 32 * 32
+    a, b = (array[is_meant][:count].astype(np.int32) for array in (a, b))
+    quotients = np.full(count, -1, np.int32)
+    launch(kernels.expanded_source("partition.cuh") + QUOTIENTS, quotients, a, b, grid=count // 32, threads=32)
+    np.testing.assert_array_equal(quotients, a // b)
+
+
+@pytest.mark.parametrize("num_seqs", [31, 32, 33, 70])
+def test_more_sequences_than_lanes(decode_backend, rng, num_seqs):
+    """A warp adds up the tiles of all sequences, a slice of them in each lane."""
+    seq_lens = [int(n) for n in rng.integers(0, 70, num_seqs)]
+    arguments = cases.decode(rng, seq_lens, num_heads=1, num_kv_heads=1, head_size=16)
+    cases.check_decode(decode_backend, "paged_attention_v2", arguments)
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (50, 0)], ids=["all", "window"])
+@pytest.mark.parametrize("partition_size", [1, 2])
+def test_more_partitions_than_lanes(decode_backend, rng, partition_size, window_size):
+    """A warp merges as many states at once as it has lanes, and the largest may be the first or the last of all."""
+    arguments = cases.decode(rng, [31, 32, 33, 63, 64, 65, 75], num_heads=1, num_kv_heads=1, head_size=16)
+    options = {"partition_size": partition_size, "window_size": window_size, "sinks": SINKS[:1]}
+    for slope in (0.3, -0.3):
+        slopes = np.array([slope], np.float32)
+        cases.check_decode(decode_backend, "paged_attention_v2", arguments, **options, alibi_slopes=slopes)
 
 
 @pytest.mark.ptx
@@ -209,6 +250,22 @@ def test_alibi_softcap_sinks_together(decode_backend, decode_op, rng, subset):
     options = {name: options[name] for name in subset} | {"scale": 2.0}
     partitions = {"partition_size": 16} if decode_op == "paged_attention_v2" else {}
     cases.check_decode(decode_backend, decode_op, cases.decode(rng, [1, 15, 17, 70]), **options, **partitions)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-30, 2.0**30])
+@pytest.mark.parametrize("option", [{"softcap": 2.0}, {"alibi_slopes": SLOPES}], ids=["softcap", "alibi"])
+def test_options_of_queries_that_float16_does_not_hold(decode_backend, decode_op, rng, option, magnitude):
+    """Codes of fp8 are multiplied as float16, a bfloat16 query after division by a power of two."""
+    arguments = cases.decode(rng, [1, 17, 70], dtype=cases.FLOATS["bfloat16"], kv_cache_dtype="fp8")
+    arguments["query"] *= magnitude
+    cases.check_decode(decode_backend, decode_op, arguments, scale=1 / magnitude, **option)
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS.values(), ids=cases.FLOATS)
+def test_several_tiles_of_a_warp(decode_backend, decode_op, rng, dtype):
+    """Four warps take tiles of 32 tokens in turn; what a warp keeps in shared memory is written again."""
+    arguments = cases.decode(rng, [300, 129], dtype=dtype, num_heads=2, num_kv_heads=1, head_size=16)
+    cases.check_decode(decode_backend, decode_op, arguments)
 
 
 @pytest.mark.parametrize("queries_per_kv", [1, 3, 5, 7, 8, 16, 71])

@@ -28,13 +28,25 @@ def test_strided_query_of_a_qkv_tensor(decode_backend, decode_op, rng):
 @pytest.mark.parametrize("offset", [1, 2, 4, 7])
 def test_unaligned_base_pointers(decode_backend, decode_op, rng, offset):
     arguments = cases.decode(rng, SEQ_LENS, kv_cache_dtype="fp8")
-    views = {}
-    for name in ("query", "key_cache", "value_cache"):
-        array = arguments[name]
-        buffer = np.zeros(array.size + offset, array.dtype)
-        buffer[offset:] = array.ravel()
-        views[name] = decode_backend.put(buffer)[offset:].reshape(array.shape)
+    views = {name: moved(decode_backend, arguments[name], offset) for name in ("query", "key_cache", "value_cache")}
     assert_same_result(decode_backend, decode_op, arguments, **views)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_unaligned_outputs(decode_backend, decode_op, rng, dtype):
+    """Beside unaligned inputs, here in the dtype of the query."""
+    arguments = cases.decode(rng, SEQ_LENS, dtype=dtype)
+    names = ("query", "key_cache", "value_cache")
+    views = {name: moved(decode_backend, arguments[name], 1) for name in names}
+    out = moved(decode_backend, np.zeros_like(arguments["query"]), 1)
+    assert_same_result(decode_backend, decode_op, arguments, **views, out=out)
+
+
+def moved(decode_backend, array, offset):
+    """The same on the backend, as many elements behind an aligned address."""
+    buffer = np.zeros(array.size + offset, array.dtype)
+    buffer[offset:] = array.ravel()
+    return decode_backend.put(buffer)[offset:].reshape(array.shape)
 
 
 def test_caches_as_halves_of_one_pool(decode_backend, decode_op, rng):
@@ -48,13 +60,13 @@ def test_caches_as_halves_of_one_pool(decode_backend, decode_op, rng):
 
 
 def test_different_strides_of_keys_and_values(decode_backend, decode_op, rng):
-    """The key cache is the head range of a wider one, the value cache every second block of a longer one."""
+    """The key cache is the head range of a wider one, the value cache every third block of a longer one."""
     arguments = cases.decode(rng, SEQ_LENS)
     key_cache, value_cache = arguments["key_cache"], arguments["value_cache"]
     wide = decode_backend.put(np.concatenate([np.full_like(key_cache, np.nan), key_cache], axis=1))
-    long = decode_backend.put(np.repeat(value_cache, 2, axis=0))
-    long[1::2] = np.nan
-    views = {"key_cache": wide[:, key_cache.shape[1] :], "value_cache": long[::2]}
+    long = decode_backend.put(np.repeat(value_cache, 3, axis=0))
+    long[1::3] = long[2::3] = np.nan
+    views = {"key_cache": wide[:, key_cache.shape[1] :], "value_cache": long[::3]}
     assert_same_result(decode_backend, decode_op, arguments, **views)
 
 
@@ -64,6 +76,14 @@ def test_table_of_spare_columns_and_rows(decode_backend, decode_op, rng):
     table = np.full((2 * num_seqs, max_blocks + 9), -1, np.int32)
     table[::2, :max_blocks] = arguments["block_tables"]
     assert_same_result(decode_backend, decode_op, arguments, block_tables=decode_backend.put(table)[::2])
+
+
+def test_every_second_column_of_a_table(decode_backend, decode_op, rng):
+    arguments = cases.decode(rng, SEQ_LENS)
+    num_seqs, max_blocks = arguments["block_tables"].shape
+    table = np.full((num_seqs, 2 * max_blocks), -1, np.int32)
+    table[:, ::2] = arguments["block_tables"]
+    assert_same_result(decode_backend, decode_op, arguments, block_tables=decode_backend.put(table)[:, ::2])
 
 
 @pytest.mark.parametrize("table_dtype", [np.int64, np.int16])
