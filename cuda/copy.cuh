@@ -42,12 +42,6 @@ struct Pack {
     memcpy(&element, reinterpret_cast<const char*>(&word) + i * sizeof(T), sizeof(T));
     return element;
   }
-  // The i-th 32 bits.
-  __device__ __forceinline__ uint32_t bits(int i) const {
-    uint32_t bits;
-    memcpy(&bits, reinterpret_cast<const char*>(&word) + i * 4, 4);
-    return bits;
-  }
   __device__ __forceinline__ void set(int i, T element) { set_bits(i, element); }
   // Sets as many elements from the i-th on as the value has bits for.
   template <class U>

@@ -14,7 +14,7 @@ from .launch import LARGEST_GRID, Launch, as_bytes, element_of
 from .layout import PACK_BYTES
 from .params import DECODE_PARAMS
 from .problem import Attention, Scale
-from .workspace import MOST_CTAS
+from .workspace import MOST_CTAS, MOST_ROWS, partials_nbytes
 
 CTAS_PER_SM = 2
 LEAST_TILES = 4  # of a CTA: one for each of its warps
@@ -25,7 +25,6 @@ SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one i
 MOST_TILES_AHEAD = 2
 TILE_TOKENS = 32
 MOST_TILES = 2**31 - 1  # that shares can be counted in
-WIDEST_PART = 16  # query heads of a CTA: two columns of the tensor cores' tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,8 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     params = _params(problem, units_per_kv_head, division)
     shared = warps * _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
     launch = Launch(instance, (division.ctas,), warps * 32, params, shared)
-    return DecodeLaunch(launch, division.num_states * (shape.head_size + 2) * 4, units if division.num_states else 0)
+    workspace_bytes = partials_nbytes(1, division.num_states, shape.head_size, 1)
+    return DecodeLaunch(launch, workspace_bytes, units if division.num_states else 0)
 
 
 def _check_addresses(problem: Attention) -> None:
@@ -116,7 +116,7 @@ def decode_instance_for(
     dtype: np.dtype, cache_format: np.dtype, head_size: int, block_size: int, group: int, *, is_aligned: bool = True
 ) -> Instance:
     """The kernel for groups of ``group`` query heads that share a kv head."""
-    heads = 8 if group <= 8 or dtype == FLOAT32 else WIDEST_PART
+    heads = 8 if group <= 8 or dtype == FLOAT32 else MOST_ROWS
     warps, tiles_ahead = _warps_and_tiles_ahead(dtype, cache_format, head_size, heads)
     sizes = (head_size, block_size, heads, warps, tiles_ahead, str(is_aligned).lower())
     return Instance("paged_attention.cu", "paged_attention", (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], *sizes))

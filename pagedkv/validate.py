@@ -132,8 +132,10 @@ def _complete(
     query, (query_name, *_) = problem.query, arrays
     checks.check_same_device(arrays)
     if workspace is not None:
-        needed = partials_nbytes(*query.shape, problem.num_partials)
-        needed = shares_nbytes(query.shape[2]) if problem.has_equal_shares else needed
+        if problem.has_equal_shares:
+            needed = shares_nbytes(query.shape[2])
+        else:
+            needed = partials_nbytes(*query.shape, problem.num_partials)
         workspace = _workspace(workspace, query, query_name, needed)
     # Outputs come last: nothing is allocated for a call that fails.
     result = _output(out, "out", query, query.shape, query.dtype)

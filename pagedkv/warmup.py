@@ -1,19 +1,20 @@
 """``warmup``: kernels that are there before the first call that needs them."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import validate
 from .checks import check_choice, check_count, wrong
 from .context import chosen_backend
-from .decode_plan import plan_decode
 from .dtypes import BY_NAME, KV_CACHE_DTYPES, UINT8
-from .launch import Launch
 from .layout import FLASH_LAYOUTS, cache_shapes
 from .ops import backend_module
-from .write_plan import FEW_TOKENS, plan_flash_write, plan_packed_write
+
+# Planning is imported on use: who never calls this need not wait for it.
+if TYPE_CHECKING:
+    from .launch import Launch
 
 
 def warmup(
@@ -80,8 +81,10 @@ def _sizes(**sizes: int) -> Iterator[int]:
 
 def _writes(
     dtype: np.dtype, caches: list[np.ndarray], num_kv_heads: int, head_size: int, layout: str, kv_cache_dtype: str
-) -> Iterator[Launch]:
+) -> Iterator["Launch"]:
     """Writes of few tokens and of many, with one scale and with one per head."""
+    from .write_plan import FEW_TOKENS, plan_flash_write, plan_packed_write
+
     packed = layout == "packed"
     plan = plan_packed_write if packed else plan_flash_write
     for num_tokens in (1, FEW_TOKENS + 1):
@@ -94,8 +97,10 @@ def _writes(
             yield plan(problem)
 
 
-def _decode(query: np.ndarray, caches: list[np.ndarray], kv_cache_dtype: str) -> Launch:
+def _decode(query: np.ndarray, caches: list[np.ndarray], kv_cache_dtype: str) -> "Launch":
     """The decode step of v1, whose kernel is that of v2 as well."""
+    from .decode_plan import plan_decode
+
     indices = np.zeros((1, 1), np.int32)
     options = {"scale": None, "max_seq_len": None, "alibi_slopes": None, "window_size": (-1, -1), "softcap": 0.0}
     options |= {"sinks": None, "kv_cache_dtype": kv_cache_dtype, "k_scale": None, "v_scale": None}

@@ -14,7 +14,7 @@ from pagedkv.layout import cache_shapes
 from . import reference
 from .compare import Comparison, compare_rows
 from .decode_rows import DecodeRow
-from .inputs import K_SCALE, V_SCALE, normal, poisoned, scattered_tables
+from .inputs import K_SCALE, V_SCALE, normal, on_host, poisoned, scattered_tables
 
 PIECE = 1 << 26  # numbers drawn at once
 DIFFERENT = 1 << 16  # numbers of which a cache is made
@@ -74,7 +74,7 @@ class DecodeInputs:
 
     def check(self, out: Any) -> Comparison:
         """A result of these inputs against attention in float64, all sequences and heads."""
-        return compare_rows("out", _on_host(out), *self._truth)
+        return compare_rows("out", on_host(out), *self._truth)
 
     @cached_property
     def _truth(self) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ class DecodeInputs:
                 value = self._numbers("value_cache", blocks, head, V_SCALE, precision).swapaxes(1, 2)
                 rows = (side.reshape(-1, head_size)[:seq_len] for side in (key, value))
                 out[sequence, head] = attention(grouped[sequence, head], *rows)
-        return _on_host(out).reshape(num_seqs, num_heads, head_size)
+        return on_host(out).reshape(num_seqs, num_heads, head_size)
 
     def _numbers(self, name: str, blocks: Any, head: int, scale: float, precision: type) -> Any:
         """What some blocks hold of a head, as numbers."""
@@ -110,7 +110,3 @@ def attention(query: Any, key: Any, value: Any) -> Any:
     scores = (key[:, None] * query).sum(axis=-1) * query.dtype.type(query.shape[-1] ** -0.5)
     weights = np.exp(scores - scores.max(axis=0))
     return (weights[..., None] * value[:, None]).sum(axis=0) / weights.sum(axis=0)[:, None]
-
-
-def _on_host(array: Any) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()

@@ -27,12 +27,11 @@ def decode_markdown(record: Record) -> str:
 
 def _introduction(record: Record) -> list[str]:
     shape = record["shape"]
-    crossover = record["name"] == record_name(shape, is_crossover=True)
+    is_crossover = record["name"] == record_name(shape, is_crossover=True)
+    purpose = " v1 against v2 over the context, for batches of several sizes." if is_crossover else ""
     return [
         f"{origin(record)}: {shape['dtype']}, {shape['layout']} cache {shape['kv_cache_dtype']}, heads of "
-        f"{shape['head_size']}, blocks of {shape['block_size']}, {record['method']}."
-        + crossover
-        * " v1 against v2 over the context, for batches of several sizes.",
+        f"{shape['head_size']}, blocks of {shape['block_size']}, {record['method']}.{purpose}",
         "",
         "us, in brackets TB/s. The floor reads the same blocks through the same table and computes nothing; a ratio to "
         "it has its target in brackets, and is bold where it is met.",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pagedkv.dtypes import BY_NAME
 
 from .dimension import Dimension, Values
-from .dimensions_of_writes import PACKED_BLOCK_SIZES, why_not_packed_sizes
+from .dimensions_of_writes import HEAD_SIZE, PACKED_BLOCK_SIZES, why_not_head_size, why_not_packed_sizes
 from .inputs import SPARE_COLUMNS
 from .mistakes_of_reads import DECODE_MISTAKES, MERGE_MISTAKES, VARLEN_MISTAKES
 
@@ -24,7 +24,7 @@ BATCH = (
 HEADS = (
     Dimension("group", (1, 2, 3, 5, 7, 8, 16, 71), decides_instance=True),
     Dimension("kv_heads", (1, 2, 3, 8)),
-    Dimension("head_size", (16, 8, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256), decides_instance=True),
+    HEAD_SIZE,
 )
 NUMBERS = (
     Dimension("dtype", tuple(BY_NAME), decides_instance=True),
@@ -96,8 +96,9 @@ DIMENSIONS = {
 
 def _why_not_read(values: Values) -> str | None:
     tokens, row = values["seqs"] * values["context"], values["kv_heads"] * values["head_size"]
-    if values["head_size"] % 8:
-        return f"head_size: expected a multiple of 8, got {values['head_size']}"
+    why = why_not_head_size(values)
+    if why is not None:
+        return why
     if values["cache"] != "auto" and values["dtype"] == "float32":
         return "cache: an fp8 cache takes queries of 16 bits"
     if tokens * row * values["group"] > MOST_PRODUCTS or tokens * row > MOST_CACHE_ELEMENTS:
@@ -125,8 +126,4 @@ def _why_not_varlen(values: Values) -> str | None:
     return _why_not_read(values)
 
 
-def _why_not_merge(values: Values) -> str | None:
-    return f"head_size: expected a multiple of 8, got {values['head_size']}" if values["head_size"] % 8 else None
-
-
-WHY_NOT = {V1: _why_not_decode, V2: _why_not_v2, VARLEN: _why_not_varlen, MERGE: _why_not_merge}
+WHY_NOT = {V1: _why_not_decode, V2: _why_not_v2, VARLEN: _why_not_varlen, MERGE: why_not_head_size}

@@ -18,10 +18,11 @@ MOST_CACHE_ELEMENTS = 1_000_000
 CACHES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn", "float8_e5m2")
 CACHE_FORMS = ("contiguous", "padded", "ragged", "halves", "swapped", "backwards", "own")
 
+HEAD_SIZE = Dimension("head_size", (16, 8, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256), decides_instance=True)
 SIZES = (
     Dimension("tokens", (1, 0, 2, 3, 5, 8, 13, 17, 33, 64, 100, 513, 528)),
     Dimension("kv_heads", (1, 2, 3, 5, 8, 13, 16, 17, 33, 40, 65, 128)),
-    Dimension("head_size", (16, 8, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256), decides_instance=True),
+    HEAD_SIZE,
 )
 NUMBERS = (
     Dimension("dtype", tuple(BY_NAME), decides_instance=True),
@@ -80,12 +81,18 @@ def cache_dtype(values: Values) -> np.dtype:
     return BY_NAME[values["dtype"]] if values["cache"] == "auto" else np.dtype(np.uint8)
 
 
+def why_not_head_size(values: Values) -> str | None:
+    """Why no op takes heads of this size."""
+    return f"head_size: expected a multiple of 8, got {values['head_size']}" if values["head_size"] % 8 else None
+
+
 def why_not(values: Values) -> str | None:
     """Why no write has these values together."""
     row = values["kv_heads"] * values["head_size"]
     num_slots = num_blocks(values) * values["block_size"]
-    if values["head_size"] % 8:
-        return f"head_size: expected a multiple of 8, got {values['head_size']}"
+    why = why_not_head_size(values)
+    if why is not None:
+        return why
     if values["slot_stride"] == 0:
         return "slot_stride: expected another number than 0"
     if num_slots > np.iinfo(values["slot_dtype"]).max:

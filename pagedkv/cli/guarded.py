@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .inputs import POISON_BYTE
+from .inputs import POISON_BYTE, poisoned_bytes
 
 GUARD_BYTES = 128  # on both sides: more than a warp writes past an end by one pack too many
 GAP = 8  # elements: keeps rows aligned for packs of 16-bit numbers
 RAGGED_GAP = 3  # leaves no alignment
-ALIGNMENT = 128  # of a buffer's address, so that an array's alignment is its offset's
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,13 @@ def holding(values: np.ndarray, form: Form = Form(), offset: int = 0) -> Guarded
     return place
 
 
-def poisoned_bytes(count: int) -> np.ndarray:
-    """So many bytes of poison at an aligned address."""
-    padded = np.full(count + ALIGNMENT, POISON_BYTE, np.uint8)
-    first = -padded.ctypes.data % ALIGNMENT
-    return padded[first : first + count]
+def guarded_results(how: str, shape: tuple[int, ...], dtype: np.dtype, offset: int = 0) -> dict[str, Guarded]:
+    """Where an output ``[tokens, heads, head_size]`` and its LSE go: with gaps between rows and axes in other order if
+    ``how`` is strided."""
+    forms = (Form(gaps=((1, RAGGED_GAP),)), Form(order=(1, 0))) if how == "strided" else (Form(), Form())
+    (out,) = guarded(shape, dtype, forms[0], offset)
+    (lse,) = guarded(shape[1::-1], np.dtype(np.float32), forms[1])
+    return {"out": out, "lse_out": lse}
 
 
 def make_poison(array: np.ndarray) -> None:

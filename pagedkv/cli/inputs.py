@@ -166,11 +166,21 @@ def paged(batch: Batch, sizes: Sizes, layout: str) -> tuple[np.ndarray, np.ndarr
     return caches
 
 
+def on_host(array: Any) -> np.ndarray:
+    """An array of NumPy or CuPy in host memory."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def poisoned_bytes(count: int) -> np.ndarray:
+    """So many bytes of poison that begin where an allocation on a device would."""
+    padded = np.full(count + ALIGNMENT, POISON_BYTE, np.uint8)
+    first = -padded.ctypes.data % ALIGNMENT
+    return padded[first : first + count]
+
+
 def aligned(array: np.ndarray) -> np.ndarray:
     """A copy that begins where an allocation on a device would, so that it touches as many sectors."""
-    buffer = np.empty(array.nbytes + ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT
-    copy = buffer[start : start + array.nbytes]
+    copy = poisoned_bytes(array.nbytes)
     copy[...] = np.frombuffer(array.tobytes(), np.uint8)
     return copy.view(array.dtype).reshape(array.shape)
 

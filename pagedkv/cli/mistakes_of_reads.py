@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .inputs import on_host
 from .mistakes import Arguments, Change, Mistakes, cast, instead, like, read_only, without_last
 
 
@@ -122,7 +123,7 @@ def _falling_starts(arguments: Arguments) -> Arguments | None:
 
 def _in_host_memory(indices: Any) -> np.ndarray:
     """A copy that can hold any number."""
-    return np.array(indices if isinstance(indices, np.ndarray) else indices.get(), np.int64)
+    return np.array(on_host(indices), np.int64)
 
 
 def _float_workspace(arguments: Arguments) -> Arguments:

@@ -13,7 +13,7 @@ POSITIVE = click.IntRange(min=1)
 
 def input_options(layouts: tuple[str, ...] = FLASH_LAYOUTS, layout_help: str = "") -> Callable[[Any], Any]:
     """The options behind the fields of ``Sizes``, but for how many sequences there are and how long they get."""
-    options = [
+    return all_of(
         click.option("--heads", type=POSITIVE, metavar="N", default=32, show_default=True, help="Query heads."),
         click.option(
             "--kv-heads", type=POSITIVE, metavar="N", default=8, show_default=True, help="Key and value heads."
@@ -43,7 +43,11 @@ def input_options(layouts: tuple[str, ...] = FLASH_LAYOUTS, layout_help: str = "
             show_default=True,
             help="Of the random inputs.",
         ),
-    ]
+    )
+
+
+def all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator; help lists them in this order."""
 
     def decorate(command: Any) -> Any:
         for option in reversed(options):

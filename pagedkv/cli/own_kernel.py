@@ -19,6 +19,7 @@ from pagedkv.ptx.parse import Kernel, parse_kernel
 
 from .errors import Mistake
 from .inputs import aligned
+from .options import all_of
 from .profile_record import Record, launch_record, text_of_line
 
 ARGUMENT = r"(?P<dtype>\w+)(?:\[(?P<shape>\d+(?:,\d+)*)\])?(?:=(?P<value>.+))?"
@@ -29,26 +30,20 @@ SHARED_BYTES = click.IntRange(0, 227 << 10)  # that a CTA may have
 NAMES = ("kernel", "grid", "block", "shared", "arch", "args")
 
 
-def options(command: Any) -> Any:
-    """The options of a kernel of one's own."""
-    for option in reversed(
-        [
-            click.option("--kernel", metavar="NAME", help="Of FILE.cu: the kernel, with its template arguments."),
-            click.option("--grid", metavar="X[,Y[,Z]]", help="CTAs.  [default: 1]"),
-            click.option("--block", metavar="X[,Y[,Z]]", help="Threads of a CTA, a multiple of 32.  [default: 128]"),
-            click.option("--shared", type=SHARED_BYTES, metavar="BYTES", help="Dynamic shared memory."),
-            click.option("--arch", metavar="NAME", help="Virtual architecture.  [default: compute_90]"),
-            click.option(
-                "--arg",
-                "args",
-                multiple=True,
-                metavar="DTYPE[SHAPE][=VALUE]",
-                help="Repeatable, in order: an array, random, of one value or =arange; a scalar without a shape.",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
+options = all_of(
+    click.option("--kernel", metavar="NAME", help="Of FILE.cu: the kernel, with its template arguments."),
+    click.option("--grid", metavar="X[,Y[,Z]]", help="CTAs.  [default: 1]"),
+    click.option("--block", metavar="X[,Y[,Z]]", help="Threads of a CTA, a multiple of 32.  [default: 128]"),
+    click.option("--shared", type=SHARED_BYTES, metavar="BYTES", help="Dynamic shared memory."),
+    click.option("--arch", metavar="NAME", help="Virtual architecture.  [default: compute_90]"),
+    click.option(
+        "--arg",
+        "args",
+        multiple=True,
+        metavar="DTYPE[SHAPE][=VALUE]",
+        help="Repeatable, in order: an array, random, of one value or =arange; a scalar without a shape.",
+    ),
+)
 
 
 def taken(given: dict[str, Any]) -> dict[str, Any]:

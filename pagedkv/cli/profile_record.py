@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from pagedkv.kernels import source_folder
 from pagedkv.ptx.counters import Counters, Tally
 from pagedkv.ptx.faults import SourceLine
 
-Record = dict[str, Any]
+from .markdown import Record
+
 UNITS = {"global": "sectors", "shared": "wavefronts"}
 
 

@@ -10,7 +10,7 @@ from . import reference
 from .compare import Comparison, compare_lse, compare_rows
 from .dimension import Values
 from .dimensions import Spec
-from .guarded import Form, guarded, holding, make_poison, row_form
+from .guarded import Form, guarded_results, holding, make_poison, row_form
 from .mistakes_of_reads import MERGE_MISTAKES
 from .trial import Outputs, Trial
 
@@ -62,6 +62,4 @@ def _lses(values: Values, rng: np.random.Generator) -> np.ndarray:
 def _results(values: Values, output: np.ndarray) -> dict[str, Any]:
     if values["results"] == "returned":
         return {}
-    forms = (Form(gaps=((1, 3),)), Form(order=(1, 0))) if values["results"] == "strided" else (Form(), Form())
-    shapes = ((output.shape, output.dtype), (output.shape[1::-1], np.dtype(np.float32)))
-    return {name: guarded(*shape, form)[0] for name, shape, form in zip(OUTPUTS, shapes, forms, strict=True)}
+    return guarded_results(values["results"], output.shape, output.dtype)

@@ -14,7 +14,7 @@ from .compare import Comparison, compare_lse, compare_rows
 from .dimension import Values
 from .dimensions import Spec
 from .dimensions_of_reads import DECODE_MISTAKES, V2, VARLEN, VARLEN_MISTAKES
-from .guarded import Form, Guarded, guarded, holding, make_poison, row_form
+from .guarded import Form, Guarded, guarded, guarded_results, holding, make_poison, row_form
 from .guarded_caches import draw_scales, poisoned_caches, scale_argument
 from .inputs import put_tokens, scattered_tables, slots_of
 from .trial import Outputs, Trial
@@ -112,11 +112,7 @@ def _results(values: Values, query: np.ndarray) -> dict[str, Any]:
     """Where results go: into new arrays, or into poison."""
     if values["results"] == "returned":
         return {RETURN_LSE["layout" in values]: True}
-    is_strided = values["results"] == "strided"
-    out_form, lse_form = (Form(gaps=((1, 3),)), Form(order=(1, 0))) if is_strided else (Form(), Form())
-    (out,) = guarded(query.shape, query.dtype, out_form, values["offset"])
-    (lse,) = guarded(query.shape[1::-1], np.dtype(np.float32), lse_form)
-    return {"out": out, "lse_out": lse}
+    return guarded_results(values["results"], query.shape, query.dtype, values["offset"])
 
 
 RETURN_LSE = {False: "return_lse", True: "return_softmax_lse"}

@@ -5,9 +5,9 @@ Which of them a card runs fastest is for it to say: a benchmark times all. Needs
 
 from pagedkv.kernels import Instance
 from pagedkv.launch import Launch, as_bytes
+from pagedkv.layout import PACK_BYTES
 from pagedkv.params import BLOCK_READ_PARAMS
 
-PACK_BYTES = 16
 WARP = 32
 NEVER = 0x7654321  # random packs hardly ever fold to this; a thread whose packs do stores one word
 IN_FLIGHT = (2, 4, 8)

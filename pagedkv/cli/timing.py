@@ -13,9 +13,10 @@ import numpy as np
 
 from pagedkv.kernels import Instance, load
 from pagedkv.launch import Launch
+from pagedkv.layout import PACK_BYTES
 from pagedkv.params import STREAM_PARAMS
 
-from .read_floor import NEVER, PACK_BYTES
+from .read_floor import NEVER
 
 FLUSH_BYTES = 256 << 20
 WARMUPS = 3

@@ -10,7 +10,8 @@ import pagedkv
 
 from .compare import Comparison
 from .errors import first_line
-from .guarded import Guarded, poisoned_bytes
+from .guarded import Guarded
+from .inputs import on_host, poisoned_bytes
 from .mistakes import Change
 
 Outputs = dict[str, np.ndarray]
@@ -67,7 +68,7 @@ class Memory:
 
     def after(self) -> dict[int, np.ndarray]:
         """What the buffers hold now, in host memory, as copies."""
-        return {key: _get(buffer).copy() for key, buffer in self.buffers.items()}
+        return {key: on_host(buffer).copy() for key, buffer in self.buffers.items()}
 
     def stray(self, after: dict[int, np.ndarray]) -> str | None:
         """Which bytes differ from those before the call."""
@@ -87,10 +88,6 @@ def _put(buffer: np.ndarray, backend: str) -> Any:
     import cupy
 
     return cupy.asarray(buffer)
-
-
-def _get(array: Any) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.get()
 
 
 def run_trial(trial: Trial, backend: str) -> Failure | None:
@@ -139,5 +136,5 @@ def _outputs(trial: Trial, memory: Memory, after: dict[int, np.ndarray], returne
     results = returned if isinstance(returned, tuple) else (returned,)
     given = {name: place.within(after[id(place.buffer)]) for name, place in memory.places.items()}
     missing = [name for name in trial.outputs if name not in given]
-    new = [_get(result) for result in results[: len(missing)]]
+    new = [on_host(result) for result in results[: len(missing)]]
     return given | dict(zip(missing, new, strict=True))

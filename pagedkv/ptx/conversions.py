@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 
 from .arithmetic import Handler, Opcode, bits_of, flushed, numpy_type
+from .halves import FORMATS as HALVES
+from .halves import NAN as HALF_NAN
 
 FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0)}
-HALVES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
 TO_WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
@@ -50,7 +51,7 @@ def _code(value: Any, fp8: type, largest: float) -> np.ndarray:
 
 def _half(value: Any, form: str) -> np.ndarray:
     narrow = np.asarray(value, np.float32).astype(HALVES[form])
-    return np.where(np.isnan(value), np.uint16(0x7FFF), narrow.view(np.uint16))
+    return np.where(np.isnan(value), HALF_NAN, narrow.view(np.uint16))
 
 
 def _wide_pair(codes: Any, source: str) -> np.ndarray:

@@ -26,9 +26,8 @@ class SharedMemory:
         self.data = np.full(num_ctas * self.stride, 0xFF, np.uint8)  # NaN, should an unwritten byte be used after all
         self.in_flight = np.zeros(num_ctas * granules, np.bool_)  # the target of a cp.async that has not arrived
         self.writer, self.reader, self.changer = (Accesses(num_ctas * granules) for _ in range(3))
-        self.found: dict[
-            tuple[int, int], int
-        ] = {}  # by byte and thread: when it last did so by an atomic or strong load
+        # By byte and thread: when it last found the byte by an atomic or strong load.
+        self.found: dict[tuple[int, int], int] = {}
 
     def load(
         self, offsets: np.ndarray, size: int, count: int, threads: Threads, report: Report, *, strong: bool = False

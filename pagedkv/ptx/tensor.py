@@ -17,18 +17,15 @@ import numpy as np
 
 from .dot import HOPPER, dot, dot_of_bytes
 from .faults import UnknownInstruction
+from .halves import FORMATS as HALVES
 from .parse import Instruction
 from .warp import WARP_SIZE
 
 if TYPE_CHECKING:
     from .machine import Machine
 
-FORMATS = {
-    "f16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-}
+BYTES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+FORMATS = HALVES | BYTES
 
 
 def load_matrices(machine: "Machine", instruction: Instruction, threads: np.ndarray) -> None:
@@ -60,7 +57,7 @@ def multiply(machine: "Machine", instruction: Instruction, threads: np.ndarray) 
     targets, a, b, c = instruction.operands
     a_matrices, b_matrices = (_matrices(machine, part, threads) for part in (a, b))
     c_matrices = np.stack([_by_warp(machine.value(part, "f32", threads), threads) for part in c], axis=1)
-    add = dot_of_bytes if a_form in ("e4m3", "e5m2") else dot
+    add = dot_of_bytes if a_form in BYTES else dot
     d = add(
         _a_rows(a_matrices).view(FORMATS[a_form]),
         _b_columns(b_matrices).view(FORMATS[b_form]),
