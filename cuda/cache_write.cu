@@ -88,7 +88,6 @@ __device__ __forceinline__ void store_keys(cache_t* cache, int64_t slot_offset, 
 template <int HEAD_SIZE, int BLOCK_SIZE, int VEC, class cache_t, class Tile>
 __device__ __forceinline__ void store_values(cache_t* cache, int64_t slot_offset, Tile& tile_smem) {
   constexpr int GROUPS = Tile::TOKENS / VEC;
-  constexpr uint32_t WARP = 0xffffffffu;
   const int lane = threadIdx.x % 32, token = lane % Tile::TOKENS;
 
   const int64_t group_offset = __shfl_sync(WARP, slot_offset, lane / VEC * VEC);

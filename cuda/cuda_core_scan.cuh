@@ -11,7 +11,6 @@ namespace pagedkv {
 
 template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, bool IS_ALIGNED>
 class CudaCoreScan {
-  static constexpr uint32_t WARP = 0xffffffffu;
   static constexpr int X = 4, LANE_FEATURES = (HEAD_SIZE + 31) / 32;
 
  public:
@@ -93,17 +92,11 @@ class CudaCoreScan {
 
   // Takes one score of every lane that has `is_seen` into a head's state, and leaves their weights in shared memory.
   __device__ __forceinline__ void update(int head, float score, float factor_of_score, bool is_seen) {
-    float largest = is_seen ? fmaxf(score * factor_of_score, max_logit_[head]) : max_logit_[head];
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, distance));
+    const float largest = max_over_warp(is_seen ? fmaxf(score * factor_of_score, max_logit_[head]) : max_logit_[head]);
     const float factor = weight(max_logit_[head], largest),
                 mine = is_seen ? weight(score, factor_of_score, largest) : 0.0f;
-    float sum = mine;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(WARP, sum, distance);
     max_logit_[head] = largest;
-    exp_sum_[head] = exp_sum_[head] * factor + sum;
+    exp_sum_[head] = exp_sum_[head] * factor + sum_over_warp(mine);
     weights_smem_[head * TILE_TOKENS + lane()] = mine;
 #pragma unroll
     for (int i = 0; i < LANE_FEATURES; i++) acc_[i][head] *= factor;

@@ -137,7 +137,6 @@ struct Results {
 // One state from `count`, of which `locate(i)` is the i-th, in their order. By a warp, a lane for each of 32 at a time.
 template <int HEAD_SIZE, class Locate>
 __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate, WarpRow<HEAD_SIZE>& row) {
-  constexpr uint32_t WARP = 0xffffffffu;
   const int lane = threadIdx.x % 32;
   SoftmaxState state;
 #pragma unroll 1
@@ -147,16 +146,9 @@ __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& l
     SoftmaxState part, parts;
     if (is_there) part = stored.state();
     const auto acc = reinterpret_cast<uint64_t>(stored.acc);
-    parts.max_logit = part.max_logit;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-      parts.max_logit = fmaxf(parts.max_logit, __shfl_xor_sync(WARP, parts.max_logit, distance));
-    parts.max_logit = fmaxf(parts.max_logit, state.max_logit);
+    parts.max_logit = fmaxf(max_over_warp(part.max_logit), state.max_logit);
     const float factor = weight(part.max_logit, parts.max_logit);
-    parts.exp_sum = part.exp_sum * factor;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-      parts.exp_sum += __shfl_xor_sync(WARP, parts.exp_sum, distance);
+    parts.exp_sum = sum_over_warp(part.exp_sum * factor);
     row.scale(state.merge(parts).x);
 #pragma unroll 8
     for (int i = 0; i < min(32, count - first); i++)

@@ -120,20 +120,20 @@ class Schedule {
     int32_t up_to = tiles;
 #pragma unroll 1
     for (int32_t distance = 1; distance < min(32, params_.num_seqs); distance *= 2) {
-      const int32_t before = __shfl_up_sync(0xffffffffu, up_to, distance);
+      const int32_t before = __shfl_up_sync(WARP, up_to, distance);
       if (lane >= distance) up_to += before;
     }
-    const int32_t total = __shfl_sync(0xffffffffu, up_to, min(32, params_.num_seqs) - 1) * params_.units_per_sequence;
+    const int32_t total = __shfl_sync(WARP, up_to, min(32, params_.num_seqs) - 1) * params_.units_per_sequence;
     const int32_t num_shares = min(static_cast<int32_t>(gridDim.x), total);  // none is empty
     share_ = static_cast<uint32_t>(total) / static_cast<uint32_t>(num_shares);
     larger_shares_ = total - share_ * num_shares;
     if (blockIdx.x >= num_shares) return;
     position_ = first_of(blockIdx.x), end_ = first_of(blockIdx.x + 1);
 
-    const uint32_t reached = __ballot_sync(0xffffffffu, up_to * params_.units_per_sequence > position_);
+    const uint32_t reached = __ballot_sync(WARP, up_to * params_.units_per_sequence > position_);
     const int32_t owner = __ffs(reached) - 1;
     sequence_ = owner * slice;
-    tiles_before_ = __shfl_sync(0xffffffffu, up_to - tiles, owner);
+    tiles_before_ = __shfl_sync(WARP, up_to - tiles, owner);
     settle();
   }
 

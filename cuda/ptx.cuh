@@ -63,6 +63,22 @@ __device__ __forceinline__ int32_t arrive(int32_t* counter) {
   return before;
 }
 
+// ---- all lanes of a warp --------------------------------------------------------------------------------------------
+
+inline constexpr uint32_t WARP = 0xffffffffu;
+
+// The sum and the largest of a number of every lane, the same in all of them.
+__device__ __forceinline__ float sum_over_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(WARP, x, distance);
+  return x;
+}
+__device__ __forceinline__ float max_over_warp(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(WARP, x, distance));
+  return x;
+}
+
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
 // Begins to copy 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. By way of L1

@@ -20,7 +20,6 @@ template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEAD
 class TensorCoreScan {
   using product_t = typename Operand<scalar_t, cache_t>::type;
   using Sequence = PackedSequence<cache_t, BLOCK_SIZE>;
-  static constexpr uint32_t WARP = 0xffffffffu;
   static constexpr bool IS_CONVERTED = !IS_SAME<scalar_t, product_t>;
 
  public:
