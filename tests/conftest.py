@@ -129,6 +129,23 @@ def decode_op(request):
 
 
 @pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def queue_slow_work(cupy):
+    """To be called: keeps the current stream busy for some milliseconds."""
+
+    def queue():
+        numbers = cupy.ones(1 << 26, np.float32)
+        for _ in range(50):
+            numbers *= 1.0001
+
+    return queue
+
+
+@pytest.fixture
 def rng(request):
     """A generator seeded by the test's own name: fresh numbers for every case, the same ones in every run."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))

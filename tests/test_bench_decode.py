@@ -296,3 +296,15 @@ def test_the_time_of_the_host():
     from pagedkv.cli.timing import Stopwatch
 
     assert 1000 <= Stopwatch(repeats=1).host_microseconds(lambda: time.sleep(0.001)) < 3000
+
+
+@pytest.mark.gpu
+def test_the_time_of_the_host_begins_when_the_inputs_are_there(cupy, queue_slow_work):
+    """They are made on another stream than the one that is timed."""
+    from pagedkv.cli.timing import Stopwatch
+
+    stopwatch, inputs, seen = Stopwatch(repeats=1), cupy.zeros(1), []
+    queue_slow_work()
+    inputs[...] = 7
+    stopwatch.host_microseconds(lambda: seen.append(inputs.copy()))
+    assert all(float(copy[0]) == 7 for copy in seen)

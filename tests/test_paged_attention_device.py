@@ -18,11 +18,6 @@ NUM_SEQS, SHORT, LONG = 8, 128, 4096
 LIVE = [0, 3, 6]  # of the replay's sequences; the others have ended
 
 
-@pytest.fixture
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture(params=WAYS)
 def way(request):
     """An op and its options."""
@@ -221,7 +216,7 @@ def test_repeated_calls_return_new_outputs(cupy, rng, way):
         cases.assert_same_bits(lse.get(), results[0][1].get())
 
 
-def test_calls_follow_the_current_stream(cupy, rng, way):
+def test_calls_follow_the_current_stream(cupy, rng, way, queue_slow_work):
     """A call queued behind slow work on a stream sees what that work leaves."""
     op, options = way
     arguments, fresh = batch(cupy, rng, [70, 300]), batch(cupy, rng, [300, 70])
@@ -229,9 +224,7 @@ def test_calls_follow_the_current_stream(cupy, rng, way):
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        big = cupy.ones(1 << 26, np.float32)
-        for _ in range(50):
-            big *= 1.0001
+        queue_slow_work()
         for name, buffer in arguments.items():
             buffer[...] = fresh[name]
         out, lse = getattr(pagedkv, op)(**arguments, **options, return_lse=True)

@@ -82,6 +82,7 @@ class Stopwatch:
 
     def host_microseconds(self, call: Callable[[], Any]) -> float:
         """Median time until a call returns, whatever its kernels still do."""
+        cupy.cuda.runtime.deviceSynchronize()  # the inputs may come from another stream
         times = []
         with self.stream:
             for _ in range(HOST_BATCHES):
