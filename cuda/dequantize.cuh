@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 #include "convert.cuh"
+#include "ptx.cuh"
 
 namespace pagedkv {
 
@@ -24,8 +25,8 @@ template <class T>
 inline constexpr bool IS_SAME<T, T> = true;
 
 template <__nv_fp8_interpretation_t FORMAT>
-__device__ __forceinline__ uint32_t float16_pair(uint32_t codes) {
-  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), FORMAT);
+__device__ __forceinline__ uint32_t float16_pair(__nv_fp8x2_storage_t codes) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(codes, FORMAT);
   return pair.x | static_cast<uint32_t>(pair.y) << 16;
 }
 
@@ -40,8 +41,11 @@ __device__ __forceinline__ void make_fragments(const uint32_t (&matrices)[4], ui
 template <class cache_t>
 __device__ __forceinline__ void make_fragments(const uint32_t (&matrices)[4], uint32_t (&fragments)[2][4]) {
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    fragments[i / 4][i % 4] = float16_pair<FP8_FORMAT<cache_t>>(matrices[i / 4 * 2 + i % 2] >> i / 2 % 2 * 16 & 0xffff);
+  for (int i = 0; i < 4; i++) {
+    const WordHalves codes = halves(matrices[i]);
+    fragments[i / 2][i % 2] = float16_pair<FP8_FORMAT<cache_t>>(codes.low);
+    fragments[i / 2][i % 2 + 2] = float16_pair<FP8_FORMAT<cache_t>>(codes.high);
+  }
 }
 
 // Two numbers rounded to one word.

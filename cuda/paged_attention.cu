@@ -71,11 +71,15 @@ struct WarpRow {
       pack.x *= factor, pack.y *= factor, pack.z *= factor, pack.w *= factor;
     }
   }
-  __device__ __forceinline__ void add(const float* acc, float factor) {
+  __device__ __forceinline__ void load(const float* acc) {
+#pragma unroll
+    for (int i = 0; i < PACKS; i++)
+      if (is_there(i)) packs[i] = *reinterpret_cast<const float4*>(acc + feature(i));
+  }
+  __device__ __forceinline__ void add(const WarpRow& other, float factor) {
 #pragma unroll
     for (int i = 0; i < PACKS; i++) {
-      if (!is_there(i)) continue;
-      const float4 numbers = *reinterpret_cast<const float4*>(acc + feature(i));
+      const float4& numbers = other.packs[i];
       float4& pack = packs[i];
       pack.x += numbers.x * factor, pack.y += numbers.y * factor;
       pack.z += numbers.z * factor, pack.w += numbers.w * factor;
@@ -137,6 +141,7 @@ struct Results {
 // One state from `count`, of which `locate(i)` is the i-th, in their order. By a warp, a lane for each of 32 at a time.
 template <int HEAD_SIZE, class Locate>
 __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate, WarpRow<HEAD_SIZE>& row) {
+  constexpr int AT_ONCE = 8 / WarpRow<HEAD_SIZE>::PACKS;
   const int lane = threadIdx.x % 32;
   SoftmaxState state;
 #pragma unroll 1
@@ -150,9 +155,18 @@ __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& l
     const float factor = weight(part.max_logit, parts.max_logit);
     parts.exp_sum = sum_over_warp(part.exp_sum * factor);
     row.scale(state.merge(parts).x);
-#pragma unroll 8
-    for (int i = 0; i < min(32, count - first); i++)
-      row.add(reinterpret_cast<const float*>(__shfl_sync(WARP, acc, i)), __shfl_sync(WARP, factor, i));
+    // One code for a few and for many, which so comes once.
+#pragma unroll 1
+    for (int i = first; i < min(first + 32, count); i += AT_ONCE) {
+      WarpRow<HEAD_SIZE> others[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) {
+        const auto* other = reinterpret_cast<const float*>(__shfl_sync(WARP, acc, i + j - first));
+        if (i + j < count) others[j].load(other);
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; j++) row.add(others[j], __shfl_sync(WARP, factor, i + j - first));
+    }
   }
   return state;
 }
@@ -255,7 +269,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 
     const float scale = params.scale * scale_of_k.of_head(segment.kv_head);
     const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;
-    scan.run({scale, scale * LOG2_E, params.softcap, slopes, params.slope_stride, segment.query_position});
+    scan.run({scale, scale * LOG2_E, params.softcap, approximate_reciprocal(params.softcap), slopes,
+              params.slope_stride, segment.query_position});
     void* states_smem = STARTS_EARLY ? scan.free_smem() : reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES;
     if (threadIdx.x % 32 == 0) warp_states_smem[warp] = states_smem;
     __syncwarp();

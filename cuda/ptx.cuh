@@ -31,6 +31,23 @@ __device__ __forceinline__ float pinned(float x) {
   return x;
 }
 
+template <class T>
+__device__ __forceinline__ const T* pinned(const T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
+struct WordHalves {
+  uint16_t low, high;
+};
+
+// Without the shift that the upper half otherwise costs: instructions on 16 bits can read it where it is.
+__device__ __forceinline__ WordHalves halves(uint32_t word) {
+  WordHalves parts;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(parts.low), "=h"(parts.high) : "r"(word));
+  return parts;
+}
+
 // Stores a word in one instruction. Left to itself the compiler now and then stores the parts that it was put together
 // from one by one, which costs a request and its sectors for each. Reads of global memory are not ordered with it.
 template <class word_t>

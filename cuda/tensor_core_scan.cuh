@@ -155,19 +155,20 @@ class TensorCoreScan {
   // far apart in the cache.
   template <int ROW_PACKS, class SourceOf>
   __device__ __forceinline__ void copy_parts(const SourceOf& source_of) {
-    cache_t* stage_smem = ring_smem_ + write_stage_ * (STAGE_PACKS * X);
+    constexpr int SPREAD = BLOCK_SIZE / PART_TOKENS;
+    static_assert(32 % ROW_PACKS == 0, "after a warp's packs the next ones begin with a row, placed like the first");
+    const int row = lane() / ROW_PACKS, pack = lane() % ROW_PACKS;
+    cache_t* target_smem =
+        ring_smem_ + (write_stage_ * STAGE_PACKS + row * ROW_PACKS + place<ROW_PACKS>(row, pack)) * X;
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
       const cache_t* source = source_of(__shfl_sync(WARP, block_, part), part * PART_TOKENS);
+      source = pinned(source + (row * ROW_PACKS * SPREAD + pack) * X);  // or each copy would compute its own
       const bool is_seen = sequence_.sees(copied_ * TILE_TOKENS + part * PART_TOKENS, PART_TOKENS);
-#pragma unroll 2  // code that runs once comes as slowly as it is long
+#pragma unroll(IS_ALIGNED ? PART_PACKS : 1)  // element by element a pack is long enough
       for (int i = 0; i < PART_PACKS; i += 32) {
-        const int pack = i + lane(), row = pack / ROW_PACKS;
-        if (PART_PACKS % 32 != 0 && pack >= PART_PACKS) break;
-        const int far_pack =
-            PART_TOKENS == BLOCK_SIZE ? pack : row * (ROW_PACKS * BLOCK_SIZE / PART_TOKENS) + pack % ROW_PACKS;
-        const int near_pack = part * PART_PACKS + row * ROW_PACKS + place<ROW_PACKS>(row, pack % ROW_PACKS);
-        copy_elements<X, IS_ALIGNED>(stage_smem + near_pack * X, source + far_pack * X, is_seen);
+        if (PART_PACKS % 32 != 0 && i + lane() >= PART_PACKS) break;
+        copy_elements<X, IS_ALIGNED>(target_smem + (part * PART_PACKS + i) * X, source + i * SPREAD * X, is_seen);
       }
     }
   }
@@ -185,9 +186,9 @@ class TensorCoreScan {
     read_stage_ = read_stage_ + 1 == STAGES ? 0 : read_stage_ + 1;
   }
 
-  // Features from pack * X on of a token of the tile; tokens from `token` on of a feature.
-  __device__ __forceinline__ const cache_t* key_smem(int token, int pack) const {
-    return stage_smem_ + ((token / PART_TOKENS * (HEAD_SIZE / X) + pack) * PART_TOKENS + token % PART_TOKENS) * X;
+  // Where in a stage: features from pack * X on of a token of the tile; tokens from `token` on of a feature.
+  static __device__ __forceinline__ int key_offset(int token, int pack) {
+    return ((token / PART_TOKENS * (HEAD_SIZE / X) + pack) * PART_TOKENS + token % PART_TOKENS) * X;
   }
   __device__ __forceinline__ cache_t* values_smem(int token, int feature) const {
     const int row = token / PART_TOKENS * HEAD_SIZE + feature, pack = token % PART_TOKENS / X;
@@ -219,22 +220,26 @@ class TensorCoreScan {
     }
   }
 
+  // fp8 keys are multiplied as float16. A bfloat16 query may be too large or too small for that: it is divided by the
+  // power of two next to its largest number, which its scores make up for.
   __device__ __forceinline__ void set_queries(int n, const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
-    const float power = IS_CONVERTED ? power_of_two(pairs) : 1.0f;
+    const uint32_t exponent = IS_CONVERTED ? exponent_of_largest(pairs) : EXPONENT_OF_1;
+    const float power = __uint_as_float(exponent << 23),
+                inverse = __uint_as_float((2 * EXPONENT_OF_1 - exponent) << 23);
 #pragma unroll
     for (int i = 0; i < 2 * KEY_STEPS; i++) {
       const Pack<scalar_t, 2>& pair = pairs[i / 2][i % 2];
       query_[i / 2][n][i % 2] =
-          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) / power, to_float(pair.get(1)) / power, product_t{})
+          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) * inverse, to_float(pair.get(1)) * inverse, product_t{})
                        : pair.word;
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) power_[n][h] = IS_CONVERTED ? __shfl_sync(WARP, power, (2 * column() + h) * 4) : 1.0f;
   }
 
-  // fp8 keys are multiplied as float16. A bfloat16 query may be too large or too small for that: it is divided by the
-  // power of two next to its largest number, which its scores make up for.
-  static __device__ __forceinline__ float power_of_two(const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
+  // As float32 has it. That of 1 for zero, infinity and NaN, and never one whose power of two has no inverse.
+  static constexpr uint32_t EXPONENT_OF_1 = 127;
+  static __device__ __forceinline__ uint32_t exponent_of_largest(const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * KEY_STEPS; i++)
@@ -242,7 +247,7 @@ class TensorCoreScan {
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
     const uint32_t exponent = __float_as_uint(largest) >> 23;
-    return exponent == 0 || exponent == 255 ? 1.0f : __uint_as_float(exponent << 23);
+    return exponent == 0 || exponent == 255 ? EXPONENT_OF_1 : min(exponent, 253u);
   }
 
   // Lane l gives the address of row l % 8 of matrix l / 8: two groups of 8 tokens, of both two rows of 16 bytes.
@@ -255,7 +260,8 @@ class TensorCoreScan {
       for (int pack = 0; pack < PACKS; pack += 2) {
         const bool has_second = pack + 1 < PACKS;
         uint32_t matrices[4], keys[FRAGMENTS][4];
-        load_matrices(matrices, key_smem(token(2 * t + group, lane() % 8), pack + (has_second ? half : 0)));
+        const cache_t* row_smem = stage_smem_ + key_offset(token(group, lane() % 8), has_second ? half : 0);
+        load_matrices(matrices, row_smem + key_offset(16 * t, pack));
         make_fragments<cache_t>(matrices, keys);
         if (FRAGMENTS == 1 && !has_second) keys[0][2] = keys[0][3] = 0;
 #pragma unroll

@@ -3,6 +3,7 @@
 
 namespace pagedkv {
 
+using uint16_t = unsigned short;
 using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;
