@@ -51,9 +51,9 @@ __global__ void copy_packs(uint4* __restrict__ target,        // [num_packs]
   for_each_pack<IN_FLIGHT>(source, params.num_packs, over_grid(), [&](int64_t i, uint4 pack) { target[i] = pack; });
 }
 
-// Reads what a decode step over a packed cache has to read, through the same table, and computes nothing: the floor of
-// its time. A warp takes the keys or the values of one kv head in one block, which lie side by side; all warps stride
-// over what the tables could name, sequence by sequence, and pass over blocks behind the end of their sequence.
+// Reads what a decode step over a packed cache has to read, through a table, and computes nothing: the floor of its
+// time. A warp takes the keys or the values of one kv head in one block, which lie side by side; all warps stride over
+// what the tables could name, sequence by sequence, and pass over blocks behind the end of their sequence.
 template <int IN_FLIGHT>
 __global__ void read_blocks(const uint4* __restrict__ key_cache,       // [num_blocks, num_kv_heads, packs_per_head]
                             const uint4* __restrict__ value_cache,     // [num_blocks, num_kv_heads, packs_per_head]

@@ -15,10 +15,12 @@ class CudaCoreScan {
 
  public:
   static constexpr int TILE_TOKENS = 32;
-  static constexpr int STAGE_BYTES = 0, SMEM_BYTES = HEADS * (HEAD_SIZE + TILE_TOKENS) * 4;  // of a warp
+  static constexpr int ACC_ROW = HEAD_SIZE;  // numbers between the accumulators of two heads that a warp leaves
+  // Shared memory of a warp: queries, accumulators, weights.
+  static constexpr int SMEM_BYTES = HEADS * (HEAD_SIZE + ACC_ROW + TILE_TOKENS) * 4;
 
   __device__ __forceinline__ explicit CudaCoreScan(void* smem)
-      : query_smem_(static_cast<float*>(smem)), weights_smem_(query_smem_ + HEADS * HEAD_SIZE) {}
+      : query_smem_(static_cast<float*>(smem)), weights_smem_(query_smem_ + HEADS * (HEAD_SIZE + ACC_ROW)) {}
 
   // Begins with the tiles `first`, `first + step` ... of a sequence. `query` has rows of `num_heads` heads.
   __device__ __forceinline__ void start(const PackedSequence<float, BLOCK_SIZE>& sequence, int32_t first, int32_t step,
@@ -38,7 +40,8 @@ class CudaCoreScan {
     }
   }
 
-  __device__ __forceinline__ void* free_smem() const { return query_smem_; }
+  // Where the accumulators go.
+  __device__ __forceinline__ float* acc_smem() const { return query_smem_ + HEADS * HEAD_SIZE; }
 
   // Scans all of them.
   __device__ __forceinline__ void run(const ScoreOptions& options) {

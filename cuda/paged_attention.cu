@@ -1,10 +1,10 @@
 // paged_attention_v1 and v2: attention of one query token per sequence over a packed cache.
 //
-// A CTA takes up to HEADS query heads that share a kv head, so that K and V are read once for all of them. Its warps
-// scan the tiles of a segment in turn, each with softmax states of its own, which the CTA then merges. v1 has one
-// segment per sequence. v2 has several, which leave their states in a workspace, and the CTA that arrives last merges
-// them in their order. How segments are cut is in partition.cuh, what a warp does with a tile in tensor_core_scan.cuh
-// and, for float32, in cuda_core_scan.cuh.
+// A warp takes up to HEADS query heads that share a kv head, so that K and V are read once for all of them. The warps
+// of a team scan the tiles of a segment in turn, each with softmax states of its own, which the team then merges. v1
+// has one segment per sequence. v2 has several, which leave their states in a workspace, and the team that arrives last
+// merges them in their order. How segments are cut is in partition.cuh, what a warp does with a tile in
+// tensor_core_scan.cuh and, for float32, in cuda_core_scan.cuh.
 #include "convert.cuh"
 #include "cuda_core_scan.cuh"
 #include "paging.cuh"
@@ -43,10 +43,9 @@ struct States {
   float* max_logits;  // [count]
   float* exp_sums;    // [count]
 
-  static constexpr int BYTES = (ROW + 2) * sizeof(float);  // of each
-
-  __device__ __forceinline__ States(void* memory, int64_t count)
-      : acc(static_cast<float*>(memory)), max_logits(acc + count * ROW), exp_sums(max_logits + count) {}
+  // `acc` and, behind each other, the rest.
+  __device__ __forceinline__ States(float* acc, float* sums, int64_t count)
+      : acc(acc), max_logits(sums), exp_sums(sums + count) {}
 
   __device__ __forceinline__ StoredState at(int64_t index) const {
     return {acc + index * ROW, max_logits + index, exp_sums + index};
@@ -141,6 +140,10 @@ struct Results {
 // One state from `count`, of which `locate(i)` is the i-th, in their order. By a warp, a lane for each of 32 at a time.
 template <int HEAD_SIZE, class Locate>
 __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate, WarpRow<HEAD_SIZE>& row) {
+  if (__builtin_expect(count == 1, false)) {  // out of the way of short sequences, which wait for code
+    row.load(locate(0).acc);
+    return locate(0).state();
+  }
   constexpr int AT_ONCE = 8 / WarpRow<HEAD_SIZE>::PACKS;
   const int lane = threadIdx.x % 32;
   SoftmaxState state;
@@ -148,13 +151,10 @@ __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& l
   for (int first = 0; first < count; first += 32) {
     const bool is_there = first + lane < count;
     const StoredState stored = locate(is_there ? first + lane : first);
-    SoftmaxState part, parts;
+    SoftmaxState part;
     if (is_there) part = stored.state();
     const auto acc = reinterpret_cast<uint64_t>(stored.acc);
-    parts.max_logit = fmaxf(max_over_warp(part.max_logit), state.max_logit);
-    const float factor = weight(part.max_logit, parts.max_logit);
-    parts.exp_sum = sum_over_warp(part.exp_sum * factor);
-    row.scale(state.merge(parts).x);
+    float factor;
     // One code for a few and for many, which so comes once.
 #pragma unroll 1
     for (int i = first; i < min(first + 32, count); i += AT_ONCE) {
@@ -164,6 +164,13 @@ __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& l
         const auto* other = reinterpret_cast<const float*>(__shfl_sync(WARP, acc, i + j - first));
         if (i + j < count) others[j].load(other);
       }
+      if (i == first) {  // while those are on their way
+        SoftmaxState parts;
+        parts.max_logit = fmaxf(max_over_warp(part.max_logit), state.max_logit);
+        factor = weight(part.max_logit, parts.max_logit);
+        parts.exp_sum = sum_over_warp(part.exp_sum * factor);
+        row.scale(state.merge(parts).x);
+      }
 #pragma unroll
       for (int j = 0; j < AT_ONCE; j++) row.add(others[j], __shfl_sync(WARP, factor, i + j - first));
     }
@@ -171,16 +178,17 @@ __device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& l
   return state;
 }
 
-// Whether this CTA is the last of `count` to arrive; what the others have written is then there to be read.
-__device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t count) {
-  __shared__ bool is_last_smem;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    is_last_smem = arrive(counter) == count - 1;
-    if (is_last_smem) *counter = 0;  // as the next launch wants it
+// Whether this team is the last of `count` to arrive; what the others have written is then there to be read.
+__device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t count, const Team& team) {
+  __shared__ bool is_last_smem[32];
+  team.sync();
+  if (team.warp == 0 && threadIdx.x % 32 == 0) {
+    const bool is_last = arrive(counter) == count - 1;
+    if (is_last) *counter = 0;  // as the next launch wants it
+    is_last_smem[team.index] = is_last;
   }
-  __syncthreads();
-  return is_last_smem;
+  team.sync();
+  return is_last_smem[team.index];
 }
 
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int WARPS, int TILES_AHEAD,
@@ -201,18 +209,21 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                     int32_t* counters,                         // [num_units] zeros, or null likewise
                     const __grid_constant__ DecodeParams params) {
   using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>::type;
-  // 16 bytes between rows put the columns of O^T that a warp writes at once into different banks.
-  using WarpStates = States<HEAD_SIZE + 4>;
+  using WarpStates = States<Scan::ACC_ROW>;
   using SegmentStates = States<HEAD_SIZE>;
   static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
   // What is not quantised has no scale, whatever the caller gave.
   constexpr bool HAS_SCALES = !IS_SAME<scalar_t, cache_t>;
   const Scale scale_of_k{HAS_SCALES ? k_scale : nullptr, params.k_scale, params.k_scale_stride};
   const Scale scale_of_v{HAS_SCALES ? v_scale : nullptr, params.v_scale, params.v_scale_stride};
-  extern __shared__ uint4 smem[];  // the warps' scans; between two of them their states
-  const int warp = threadIdx.x / 32;
+  extern __shared__ uint4 smem[];                // the warps' scans
+  __shared__ float sums_smem[WARPS][2 * HEADS];  // of the states that they leave
+  __shared__ float* acc_smem[WARPS];
+  const Team team(params.team_warps);
+  const int warp = threadIdx.x / 32, first_warp = warp - team.warp;
   Scan scan(reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
-  const SegmentStates partials(workspace, params.num_states);
+  float* partial_acc = static_cast<float*>(workspace);
+  const SegmentStates partials(partial_acc, partial_acc + params.num_states * HEAD_SIZE, params.num_states);
 
   const auto start = [&](const Segment& segment) {
     const PackedSequence<cache_t, BLOCK_SIZE> sequence{key_cache + segment.kv_head * params.key_head_stride,
@@ -223,58 +234,52 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                                                        params.value_block_stride,
                                                        segment.first_token,
                                                        segment.end_token};
-    scan.start(sequence, segment.first_token / Scan::TILE_TOKENS + warp, WARPS,
+    scan.start(sequence, segment.first_token / Scan::TILE_TOKENS + team.warp, team.warps,
                query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
                params.query_head_stride, segment.num_heads);
   };
-  // Where a warp's states wait for those of the others: in part of its scan's memory, of which the next scan makes no
-  // use until it runs, unless that is too small.
-  constexpr bool STARTS_EARLY = HEADS * WarpStates::BYTES <= Scan::STAGE_BYTES;
-  __shared__ void* warp_states_smem[WARPS];
 
-  Schedule<Scan::TILE_TOKENS, HEADS> schedule(seq_lens, params);
+  Schedule<Scan::TILE_TOKENS, HEADS> schedule(seq_lens, params, team.index);
   Segment segment, following;
   for (bool has_segment = false;; has_segment = true) {
     const bool has_following = schedule.next(following);
-    if (STARTS_EARLY && has_following) start(following);
+    if (has_following) start(following);
     if (has_segment) {
-      __syncthreads();  // all warps have left their states
+      team.sync();  // all of its warps have left their states
       const Results<scalar_t, IS_ALIGNED> results(out, lse, sinks, scale_of_v, segment, params);
-      // First the states of the warps and then, if there are several and this CTA is the last, those of the segments:
+      // First the states of the warps and then, if there are several and this team is the last, those of the segments:
       // by the same code, since code that runs for the first time comes slowly.
 #pragma unroll 1
       for (bool of_warps = true;; of_warps = false) {
         const bool is_result = !of_warps || segment.num_partials == 1;
         const auto locate = [&](int i, int head) {
-          return of_warps ? WarpStates(warp_states_smem[i], HEADS).at(head) : partials.at(segment.state(i, head));
+          return of_warps ? WarpStates(acc_smem[first_warp + i], sums_smem[first_warp + i], HEADS).at(head)
+                          : partials.at(segment.state(i, head));
         };
 #pragma unroll 1
-        for (int head = warp; head < segment.num_heads; head += WARPS) {
+        for (int head = team.warp; head < segment.num_heads; head += team.warps) {
           WarpRow<HEAD_SIZE> row;
           const SoftmaxState state =
-              merge_by_warp(of_warps ? WARPS : segment.num_partials, [&](int i) { return locate(i, head); }, row);
+              merge_by_warp(of_warps ? team.warps : segment.num_partials, [&](int i) { return locate(i, head); }, row);
           if (is_result)
             results.write(head, state, row);
           else
             row.store(partials.at(segment.state(segment.partial, head)), state);
         }
-        if (is_result || !is_last_to_arrive(counters + segment.unit, segment.num_partials)) break;
+        if (is_result || !is_last_to_arrive(counters + segment.unit, segment.num_partials, team)) break;
       }
-      __syncthreads();  // the states have been read
+      team.sync();  // the states have been read
     }
     if (!has_following) break;
     segment = following;
-    if (!STARTS_EARLY) start(segment);
     schedule.find_partials(segment);
 
     const float scale = params.scale * scale_of_k.of_head(segment.kv_head);
     const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;
     scan.run({scale, scale * LOG2_E, params.softcap, approximate_reciprocal(params.softcap), slopes,
               params.slope_stride, segment.query_position});
-    void* states_smem = STARTS_EARLY ? scan.free_smem() : reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES;
-    if (threadIdx.x % 32 == 0) warp_states_smem[warp] = states_smem;
-    __syncwarp();
-    scan.leave(WarpStates(states_smem, HEADS));
+    if (threadIdx.x % 32 == 0) acc_smem[warp] = scan.acc_smem();
+    scan.leave(WarpStates(scan.acc_smem(), sums_smem[warp], HEADS));
   }
 }
 

@@ -63,9 +63,12 @@ struct DecodeParams {
   int32_t queries_per_kv;
   int32_t units_per_kv_head;   // parts of a group
   int32_t units_per_sequence;  // num_kv_heads times those
-  int32_t window_left;         // -1 for no bound
-  int32_t partition_size;      // tokens; 0 for equal shares
-  int32_t num_partitions;      // of a sequence, at most
+  int32_t units_per_bundle;    // that a CTA takes at once
+  int32_t bundles_per_sequence;
+  int32_t team_warps;      // of a CTA's, for each of its units
+  int32_t window_left;     // -1 for no bound
+  int32_t partition_size;  // tokens; 0 for equal shares
+  int32_t num_partitions;  // of a sequence, at most
   int32_t num_heads;
   int32_t sinks_are_float32;  // else they have the query's dtype
 };

@@ -1,9 +1,10 @@
-// How a decode step is divided over CTAs. A unit is one sequence with the query heads that a CTA takes at once; a
-// segment is what one CTA does of a unit, a range of its keys; a unit of several segments leaves as many partial
-// states.
+// How a decode step is divided over CTAs. A unit is one sequence with query heads of one kv head, as many as a warp
+// takes at once; a segment is what one CTA does of a unit, a range of its keys; a unit of several segments leaves as
+// many partial states. A CTA takes a bundle of units at once, adjoining heads of one sequence, a team of its warps for
+// each: their blocks lie side by side, and what is read together comes faster.
 //
 // With a partition size, CTA p of a unit's takes the p-th partition of its keys. Otherwise every CTA takes an equal
-// share of the tiles of all units laid end to end, the last of one sequence and the first of the next, as in Osama et
+// share of the tiles of all bundles laid end to end, the last of one sequence and the first of the next, as in Osama et
 // al., "Stream-K" (2023).
 #pragma once
 #include "params.cuh"
@@ -18,12 +19,24 @@ __device__ __forceinline__ int32_t small_quotient(int32_t a, int32_t b) {
   return estimate + (rest >= b) - (rest < 0);
 }
 
+// The warps of a CTA that scan one unit together.
+struct Team {
+  int32_t index, warps, warp;  // which of the CTA's; how many warps it has, and which of them this is
+
+  // `warps` is a power of two.
+  __device__ __forceinline__ explicit Team(int32_t warps)
+      : index(threadIdx.x / 32 >> (__ffs(warps) - 1)), warps(warps), warp(threadIdx.x / 32 & (warps - 1)) {}
+
+  // Until all of them are here.
+  __device__ __forceinline__ void sync() const { sync_threads(1 + index, warps * 32); }
+};
+
 struct Segment {
   int64_t unit;
   int32_t sequence, kv_head, first_head, num_heads;  // of the unit
   int32_t first_token, end_token;                    // keys that this segment sees
   int32_t query_position;                            // seq_len - 1
-  int32_t first_position, num_tiles;                 // of the unit, among all tiles (see below)
+  int32_t first_position, num_tiles;                 // of its bundle, among all tiles (see below)
   int32_t partial, num_partials;                     // this state's place among those of the unit
   // Where those are kept.
   int64_t first_state;
@@ -51,8 +64,9 @@ struct VisibleKeys {
 template <int TILE_TOKENS, int HEADS>
 class Schedule {
  public:
-  __device__ __forceinline__ Schedule(const int32_t* seq_lens, const DecodeParams& params)
-      : seq_lens_(seq_lens), params_(params) {
+  // Of the units that one of the CTA's teams takes.
+  __device__ __forceinline__ Schedule(const int32_t* seq_lens, const DecodeParams& params, int32_t team)
+      : seq_lens_(seq_lens), params_(params), team_(team) {
     if (params.partition_size > 0) {
       position_ = blockIdx.x, end_ = position_ + 1;
     } else {
@@ -71,9 +85,10 @@ class Schedule {
     const int32_t first_cta = owner_of(segment.first_position);
     const int32_t last_cta = owner_of(segment.first_position + segment.num_tiles - 1);
     segment.partial = blockIdx.x - first_cta, segment.num_partials = last_cta - first_cta + 1;
-    // A CTA leaves at most two states: of a unit that began before its share, and of one that goes on behind it.
-    segment.first_state = (2 * first_cta + 1) * HEADS;
-    segment.state_step = 2 * HEADS, segment.second_state_step = HEADS, segment.head_step = 1;
+    // A team leaves at most two states: of a unit that began before the share, and of one that goes on behind it.
+    const int32_t step = params_.units_per_bundle * HEADS;
+    segment.first_state = (2 * first_cta + 1) * step + team_ * HEADS;
+    segment.state_step = 2 * step, segment.second_state_step = step, segment.head_step = 1;
   }
 
  private:
@@ -110,7 +125,7 @@ class Schedule {
     return true;
   }
 
-  // Positions count tiles: sequence by sequence, in it unit by unit, in it tile by tile.
+  // Positions count tiles: sequence by sequence, in it bundle by bundle, in it tile by tile.
   __device__ __forceinline__ void find_share() {
     const int32_t lane = threadIdx.x % 32, slice = (params_.num_seqs + 31) / 32;
     int32_t tiles = 0;  // of the sequences of this lane's slice
@@ -123,14 +138,14 @@ class Schedule {
       const int32_t before = __shfl_up_sync(WARP, up_to, distance);
       if (lane >= distance) up_to += before;
     }
-    const int32_t total = __shfl_sync(WARP, up_to, min(32, params_.num_seqs) - 1) * params_.units_per_sequence;
+    const int32_t total = __shfl_sync(WARP, up_to, min(32, params_.num_seqs) - 1) * params_.bundles_per_sequence;
     const int32_t num_shares = min(static_cast<int32_t>(gridDim.x), total);  // none is empty
     share_ = static_cast<uint32_t>(total) / static_cast<uint32_t>(num_shares);
     larger_shares_ = total - share_ * num_shares;
     if (blockIdx.x >= num_shares) return;
     position_ = first_of(blockIdx.x), end_ = first_of(blockIdx.x + 1);
 
-    const uint32_t reached = __ballot_sync(WARP, up_to * params_.units_per_sequence > position_);
+    const uint32_t reached = __ballot_sync(WARP, up_to * params_.bundles_per_sequence > position_);
     const int32_t owner = __ffs(reached) - 1;
     sequence_ = owner * slice;
     tiles_before_ = __shfl_sync(WARP, up_to - tiles, owner);
@@ -150,7 +165,7 @@ class Schedule {
     for (; sequence_ < params_.num_seqs && position_ < end_; sequence_++) {
       visible_ = keys(sequence_);
       num_tiles_ = visible_.template num_tiles<TILE_TOKENS>();
-      if (position_ < (tiles_before_ + num_tiles_) * params_.units_per_sequence) return;
+      if (position_ < (tiles_before_ + num_tiles_) * params_.bundles_per_sequence) return;
       tiles_before_ += num_tiles_;
     }
   }
@@ -158,11 +173,11 @@ class Schedule {
   __device__ __forceinline__ bool next_of_share(Segment& segment) {
     if (position_ >= end_) return false;
     const VisibleKeys visible = visible_;
-    const int32_t in_sequence = position_ - tiles_before_ * params_.units_per_sequence;
-    const int32_t unit_head = small_quotient(in_sequence, num_tiles_);
-    const int32_t tile = in_sequence - unit_head * num_tiles_, first_tile = visible.first / TILE_TOKENS + tile;
+    const int32_t in_sequence = position_ - tiles_before_ * params_.bundles_per_sequence;
+    const int32_t bundle = small_quotient(in_sequence, num_tiles_);
+    const int32_t tile = in_sequence - bundle * num_tiles_, first_tile = visible.first / TILE_TOKENS + tile;
     const int32_t count = min(num_tiles_ - tile, end_ - position_);
-    set_unit(segment, sequence_, unit_head);
+    set_unit(segment, sequence_, bundle * params_.units_per_bundle + team_);
     segment.first_token = max(visible.first, first_tile * TILE_TOKENS);
     segment.end_token = min(visible.end, (first_tile + count) * TILE_TOKENS);
     segment.query_position = visible.end - 1;
@@ -174,6 +189,7 @@ class Schedule {
 
   const int32_t* seq_lens_;
   const DecodeParams& params_;
+  const int32_t team_;
   VisibleKeys visible_{0, -1};  // of the sequence that the position lies in
   int32_t position_ = 0, end_ = 0, tiles_before_ = 0, sequence_ = 0, num_tiles_ = 0;
   int32_t share_ = 0, larger_shares_ = 0;

@@ -80,6 +80,11 @@ __device__ __forceinline__ int32_t arrive(int32_t* counter) {
   return before;
 }
 
+// Waits until `count` threads have come to a barrier of the CTA's 16; the first is that of __syncthreads.
+__device__ __forceinline__ void sync_threads(int32_t barrier, int32_t count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // ---- all lanes of a warp --------------------------------------------------------------------------------------------
 
 inline constexpr uint32_t WARP = 0xffffffffu;

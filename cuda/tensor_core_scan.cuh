@@ -32,20 +32,26 @@ class TensorCoreScan {
   static constexpr int KEY_STEPS = (HEAD_SIZE + 15) / 16;                  // along the inner axis of S^T
   static constexpr int ROWS = (HEAD_SIZE + 15) / 16, COLUMNS = HEADS / 8;  // of the tiles of O^T
   static constexpr int STAGES = 2 * TILES_AHEAD + 1;
-  static constexpr int STAGE_PACKS = TILE_TOKENS * HEAD_SIZE / X;
+  static constexpr int STAGE_PACKS = TILE_TOKENS * HEAD_SIZE / X, STAGE_BYTES = STAGE_PACKS * 16;
+  static constexpr bool ACC_IN_STAGE = HEADS * HEAD_SIZE * 4 <= STAGE_BYTES;
   // What a tile has of a block.
   static constexpr int PART_TOKENS = BLOCK_SIZE < TILE_TOKENS ? BLOCK_SIZE : TILE_TOKENS;
   static constexpr int PARTS = TILE_TOKENS / PART_TOKENS, PART_PACKS = STAGE_PACKS / PARTS;
   static constexpr int VALUE_PACKS = PART_TOKENS < X ? 1 : PART_TOKENS / X;  // of a feature
 
  public:
-  static constexpr int STAGE_BYTES = STAGE_PACKS * 16, SMEM_BYTES = STAGES * STAGE_BYTES;  // of a warp
+  // Numbers between the accumulators of two heads that a warp leaves. 16 bytes more than they need put the columns of
+  // O^T, which it writes at once, into different banks.
+  static constexpr int ACC_ROW = HEADS * (HEAD_SIZE + 4) * 4 <= STAGE_BYTES ? HEAD_SIZE + 4 : HEAD_SIZE;
+  // Shared memory of a warp: the ring, and accumulators for which a stage is too small.
+  static constexpr int SMEM_BYTES = STAGES * STAGE_BYTES + (ACC_IN_STAGE ? 0 : HEADS * ACC_ROW * 4);
 
   __device__ __forceinline__ explicit TensorCoreScan(void* ring_smem) : ring_smem_(static_cast<cache_t*>(ring_smem)) {}
 
-  // Shared memory that is free after `run` and until the next `run`, even if the next tiles have begun to come.
-  __device__ __forceinline__ void* free_smem() const {
-    return ring_smem_ + (write_stage_ == 0 ? STAGES - 1 : write_stage_ - 1) * (STAGE_PACKS * X);
+  // Where the accumulators go after a `run`: a stage of the ring that stays free from the next start to the next run.
+  __device__ __forceinline__ float* acc_smem() const {
+    const int free_stage = write_stage_ == 0 ? STAGES - 1 : write_stage_ - 1;
+    return reinterpret_cast<float*>(ring_smem_ + (ACC_IN_STAGE ? free_stage : STAGES) * (STAGE_PACKS * X));
   }
 
   // Begins with the tiles `first`, `first + step` ... of a sequence. `query` has rows of `num_heads` heads.

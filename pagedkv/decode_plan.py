@@ -23,6 +23,8 @@ MANY_TILES, MANY_TILES_FP8 = 64, 32
 LEAST_EVEN = 0.85  # of all CTAs: how many are enough for shares that end where units do
 SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one into those of sm_86, sm_89 and sm_120
 MOST_TILES_AHEAD = 2
+MOST_HEADS = 16  # of a warp: two columns of the tensor cores' tiles
+MOST_UNITS = 4  # of a CTA at once
 TILE_TOKENS = 32
 MOST_TILES = 2**31 - 1  # that shares can be counted in
 
@@ -43,15 +45,15 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     *_, heads, warps, tiles_ahead, _ = instance.arguments
     shape = problem.cache.shape
     units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
-    units = problem.num_seqs * shape.num_kv_heads * units_per_kv_head
-    division = _division(problem, units, heads, num_sms)
+    units = Units(problem.num_seqs, shape.num_kv_heads * units_per_kv_head, heads, warps)
+    division = _division(problem, units, num_sms)
     if division.ctas > LARGEST_GRID:
         raise ValueError(f"query: expected fewer sequences and partitions in one call, got {division.ctas} in all")
-    params = _params(problem, units_per_kv_head, division)
+    params = _params(problem, units_per_kv_head, units, division)
     shared = warps * _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
     launch = Launch(instance, (division.ctas,), warps * 32, params, shared)
     workspace_bytes = partials_nbytes(1, division.num_states, shape.head_size, 1)
-    return DecodeLaunch(launch, workspace_bytes, units if division.num_states else 0)
+    return DecodeLaunch(launch, workspace_bytes, units.count if division.num_states else 0)
 
 
 def _check_addresses(problem: Attention) -> None:
@@ -70,6 +72,20 @@ def _check_addresses(problem: Attention) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Units:
+    """What CTAs take: a sequence and ``heads`` query heads of one kv head each."""
+
+    num_seqs: int
+    per_sequence: int
+    heads: int
+    warps: int  # of a CTA
+
+    @property
+    def count(self) -> int:
+        return self.num_seqs * self.per_sequence
+
+
+@dataclass(frozen=True, slots=True)
 class Division:
     """How units are divided over CTAs. ``partition_size`` is 0 for equal shares, of any number of tiles."""
 
@@ -77,27 +93,41 @@ class Division:
     num_states: int  # that they may leave to be merged
     partition_size: int
     num_partitions: int = 1  # of a unit, at most
+    units_per_bundle: int = 1  # that a CTA takes at once
 
 
-def _division(problem: Attention, units: int, heads: int, num_sms: int) -> Division:
-    tiles = units * -(-problem.longest // TILE_TOKENS)
-    if problem.has_equal_shares and tiles <= MOST_TILES:
-        ctas = _num_shares(units, tiles, num_sms, MANY_TILES_FP8 if is_fp8(problem.cache.format) else MANY_TILES)
-        return Division(ctas, 2 * ctas * heads, partition_size=0)
+def _division(problem: Attention, units: Units, num_sms: int) -> Division:
+    tiles = -(-problem.longest // TILE_TOKENS)
+    if problem.has_equal_shares and units.count * tiles <= MOST_TILES:
+        at_once = _units_per_bundle(units, num_sms)
+        many_tiles = MANY_TILES_FP8 if is_fp8(problem.cache.format) else MANY_TILES
+        bundles = units.count // at_once
+        ctas = _num_shares(bundles, bundles * tiles, num_sms, many_tiles)
+        return Division(ctas, 2 * ctas * at_once * units.heads, partition_size=0, units_per_bundle=at_once)
     if problem.has_equal_shares or problem.partition_size == 0:
-        return Division(units, 0, partition_size=LARGEST_GRID)
+        return Division(units.count, 0, partition_size=LARGEST_GRID)
     partitions = max(1, problem.num_partials)
     states = problem.num_seqs * problem.num_heads * problem.num_partials
-    return Division(units * partitions, states, min(problem.partition_size, LARGEST_GRID), partitions)
+    return Division(units.count * partitions, states, min(problem.partition_size, LARGEST_GRID), partitions)
 
 
-def _num_shares(units: int, tiles: int, num_sms: int, many_tiles: int) -> int:
+def _units_per_bundle(units: Units, num_sms: int) -> int:
+    """As many as leave a bundle for nearly every CTA: more would be cut, and their states merged by few warps."""
+    ctas = min(CTAS_PER_SM * num_sms, MOST_CTAS)
+    most = min(MOST_UNITS, units.warps, MOST_ROWS // units.heads)
+    for count in (4, 2):
+        if count <= most and units.per_sequence % count == 0 and units.count >= LEAST_EVEN * ctas * count:
+            return count
+    return 1
+
+
+def _num_shares(bundles: int, tiles: int, num_sms: int, many_tiles: int) -> int:
     """CTAs that share so many tiles, if sequences are as long as they may be."""
-    # Units that are shorter than that are better begun by as many CTAs as there may be.
-    wanted = max(min(num_sms, tiles // LEAST_TILES), tiles // many_tiles, units)
+    # Bundles that are shorter than that are better begun by as many CTAs as there may be.
+    wanted = max(min(num_sms, tiles // LEAST_TILES), tiles // many_tiles, bundles)
     ctas = max(1, min(CTAS_PER_SM * num_sms, wanted, MOST_CTAS))
-    # Shares that end where units do, if all sequences are of one length, leave fewer states to merge.
-    even = units * (ctas // units) if units <= ctas else -(-units // -(-units // ctas))
+    # Shares that end where bundles do, if all sequences are of one length, leave fewer states to merge.
+    even = bundles * (ctas // bundles) if bundles <= ctas else -(-bundles // -(-bundles // ctas))
     return even if even >= LEAST_EVEN * ctas else ctas
 
 
@@ -116,7 +146,7 @@ def decode_instance_for(
     dtype: np.dtype, cache_format: np.dtype, head_size: int, block_size: int, group: int, *, is_aligned: bool = True
 ) -> Instance:
     """The kernel for groups of ``group`` query heads that share a kv head."""
-    heads = 8 if group <= 8 or dtype == FLOAT32 else MOST_ROWS
+    heads = 8 if group <= 8 or dtype == FLOAT32 else MOST_HEADS
     warps, tiles_ahead = _warps_and_tiles_ahead(dtype, cache_format, head_size, heads)
     sizes = (head_size, block_size, heads, warps, tiles_ahead, str(is_aligned).lower())
     return Instance("paged_attention.cu", "paged_attention", (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], *sizes))
@@ -133,9 +163,11 @@ def _warps_and_tiles_ahead(dtype: np.dtype, cache_format: np.dtype, head_size: i
 
 def _scan_bytes(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: int, tiles_ahead: int) -> int:
     """Shared memory of a warp's scan: SMEM_BYTES of the kernel's two scans."""
+    accumulators = heads * head_size * 4
     if dtype == FLOAT32:
-        return heads * (head_size + TILE_TOKENS) * 4
-    return (2 * tiles_ahead + 1) * TILE_TOKENS * head_size * cache_format.itemsize
+        return 2 * accumulators + heads * TILE_TOKENS * 4
+    stage = TILE_TOKENS * head_size * cache_format.itemsize
+    return (2 * tiles_ahead + 1) * stage + (0 if accumulators <= stage else accumulators)
 
 
 def _is_aligned(problem: Attention) -> bool:
@@ -160,7 +192,7 @@ def decode_arrays(problem: Attention) -> list[ArrayView | None]:
     return [*arrays, problem.out, problem.lse_out]
 
 
-def _params(problem: Attention, units_per_kv_head: int, division: Division) -> np.ndarray:
+def _params(problem: Attention, units_per_kv_head: int, units: Units, division: Division) -> np.ndarray:
     cache, options, shape = problem.cache, problem.options, problem.cache.shape
     k_scale, v_scale = (_scale(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
     left, _ = options.window
@@ -182,7 +214,10 @@ def _params(problem: Attention, units_per_kv_head: int, division: Division) -> n
         problem.num_seqs,
         problem.num_heads // shape.num_kv_heads,
         units_per_kv_head,
-        shape.num_kv_heads * units_per_kv_head,
+        units.per_sequence,
+        division.units_per_bundle,
+        units.per_sequence // division.units_per_bundle,
+        units.warps // division.units_per_bundle,
         left,
         division.partition_size,
         division.num_partitions,

@@ -5,7 +5,7 @@ from .checks import check_choice, check_count, wrong
 FLOAT_BYTES = 4
 DEFAULT_PARTITION_SIZE = 512  # keys; v2's in NumPy when the caller leaves it open
 MOST_CTAS = 512  # of a v2 that divides all keys into equal shares
-MOST_ROWS = 16  # query heads that one of them takes: two columns of the tensor cores' tiles
+MOST_ROWS = 32  # query heads that one of them takes at once
 OPS = ("paged_attention_v2", "flash_attn_varlen_func")
 
 

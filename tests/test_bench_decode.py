@@ -72,16 +72,23 @@ def test_the_bench_records_what_it_measured(monkeypatch):
     assert lines == ["3xragged-6/2     floor    10.0 us  v1     12.0 us (1.200)  v2     12.0 us (1.200)"]
 
 
-def test_the_floor_reads_the_arrays_of_the_ops(monkeypatch):
+def test_the_floor_reads_the_blocks_of_the_ops(monkeypatch):
+    """Those that some sequence uses, in one row, and no others."""
     bench = small_bench(monkeypatch)
     bench.run([SMALL], lambda line: None)
-    launches, (key_cache, value_cache, tables, lens, unused) = bench.stopwatch.best_of[0]
+    launches, (key_cache, value_cache, table, lens, unused) = bench.stopwatch.best_of[0]
     assert key_cache.nbytes == value_cache.nbytes
     assert unused.nbytes == 4
-    np.testing.assert_array_equal(lens, SMALL.seq_lens())
+    inputs = bench._inputs(SMALL)
+    (blocks,) = table
+    used = [entry for row, n in zip(inputs.tables, inputs.seq_lens, strict=True) for entry in row[: -(-n // 16)]]
+    assert blocks.tolist() == used
+    assert len(set(blocks.tolist())) == blocks.size < inputs.tables.size
+    assert lens.tolist() == [16 * blocks.size]
+    assert (table.dtype, lens.dtype) == (np.int32, np.int32)
     num_items, max_blocks, num_kv_heads, packs, block_size, _ = np.frombuffer(launches[0].params.tobytes(), np.uint32)
-    assert (max_blocks, num_kv_heads, block_size) == (tables.shape[1], 2, 16)
-    assert num_items == 2 * tables.size * 2
+    assert (max_blocks, num_kv_heads, block_size) == (blocks.size, 2, 16)
+    assert num_items == 2 * blocks.size * 2
     assert packs * 16 * num_kv_heads * key_cache.shape[0] == key_cache.nbytes
 
 

@@ -76,18 +76,20 @@ def test_large_groups_take_wide_ctas(group, heads):
 @pytest.mark.parametrize("group", [8, 16])
 @pytest.mark.parametrize("formats", [("float16", "auto"), ("bfloat16", "fp8"), ("float32", "auto")], ids="-".join)
 def test_as_many_tiles_are_on_their_way_as_shared_memory_holds(formats, group, head_size):
-    """By hand: rings of 2 * ahead + 1 stages of 32 tokens; in float32 queries and weights of 8 heads."""
+    """By hand: rings of 2 * ahead + 1 stages of 32 tokens, and accumulators that no stage holds; in float32 those
+    of 8 heads, their queries and weights."""
     sizes = {"dtype": formats[0], "kv_cache_dtype": formats[1], "heads": 2 * group, "head_size": head_size}
     launch = decode_plan.plan_decode(problem(arguments(**sizes)), NUM_SMS).launch
     *_, warps, ahead, _ = launch.instance.arguments
     tile = 32 * head_size * (1 if formats[1] == "fp8" else 2)
+    rest = 16 * head_size * 4 if formats[1] == "fp8" and group == 16 else 0
     if formats[0] == "float32":
-        assert launch.shared_bytes == warps * 8 * (head_size + 32) * 4
+        assert launch.shared_bytes == warps * 8 * (head_size + head_size + 32) * 4
     else:
-        assert launch.shared_bytes == warps * (2 * ahead + 1) * tile
-        fits_one_more = warps * (2 * ahead + 3) * tile <= decode_plan.SHARED_BYTES
+        assert launch.shared_bytes == warps * ((2 * ahead + 1) * tile + rest)
+        fits_one_more = warps * ((2 * ahead + 3) * tile + rest) <= decode_plan.SHARED_BYTES
         assert ahead == decode_plan.MOST_TILES_AHEAD or not fits_one_more
-        assert warps == 4 or 2 * warps * 3 * tile > decode_plan.SHARED_BYTES
+        assert warps == 4 or 2 * warps * (3 * tile + rest) > decode_plan.SHARED_BYTES
     assert launch.shared_bytes <= decode_plan.SHARED_BYTES
     assert launch.threads == 32 * warps
 
@@ -164,7 +166,7 @@ def test_a_cta_per_partition(partition_size, max_seq_len, partitions):
 
 
 @pytest.mark.parametrize(
-    ("units", "tiles", "ctas"),
+    ("bundles", "tiles", "ctas"),
     [
         (1, 1, 1),  # one tile
         (8, 256, 64),  # four tiles, one for each warp
@@ -178,23 +180,56 @@ def test_a_cta_per_partition(partition_size, max_seq_len, partitions):
         (200, 25600, 264),  # 200 or 400 would be too few or too many
     ],
 )
-def test_shares(units, tiles, ctas):
-    assert decode_plan._num_shares(units, tiles, 132, many_tiles=64) == ctas
+def test_shares(bundles, tiles, ctas):
+    assert decode_plan._num_shares(bundles, tiles, 132, many_tiles=64) == ctas
 
 
 def test_shares_are_no_more_than_a_workspace_holds():
     assert decode_plan._num_shares(1, 10**6, 10_000, many_tiles=64) == MOST_CTAS
 
 
-@pytest.mark.parametrize(("heads", "width"), [(4, 8), (34, 16)])
-def test_two_states_of_each_head_for_each_share(heads, width):
+@pytest.mark.parametrize(("heads", "width", "at_once"), [(4, 8, 1), (34, 16, 2)])
+def test_two_states_of_each_head_for_each_share(heads, width, at_once):
     plan = planned(num_sms=6, seqs=7, columns=900, heads=heads)
     (ctas,) = plan.launch.grid
     assert 1 < ctas <= 12
-    assert plan.workspace_bytes == 2 * ctas * width * (64 + 2) * 4
+    assert plan.workspace_bytes == 2 * ctas * at_once * width * (64 + 2) * 4
     assert plan.num_counters == 7 * -(-heads // 2 // width) * 2
-    assert params_of(plan)["partition_size"] == 0
-    assert params_of(plan)["num_states"] == 2 * ctas * width
+    params = params_of(plan)
+    assert params["partition_size"] == 0
+    assert params["num_states"] == 2 * ctas * at_once * width
+    assert params["units_per_bundle"] == at_once
+
+
+@pytest.mark.parametrize(
+    ("sizes", "at_once"),
+    [
+        ({"seqs": 32}, 1),  # 256 units, one for each CTA
+        ({"seqs": 64}, 2),
+        ({"seqs": 111}, 2),  # four of them at once would leave 222 for 264 CTAs
+        ({"seqs": 113}, 4),
+        ({"seqs": 10_000}, 4),
+        ({"seqs": 10_000, "heads": 4, "kv_heads": 1}, 1),  # a sequence has one unit
+        ({"seqs": 10_000, "heads": 6, "kv_heads": 6}, 2),
+        ({"seqs": 10_000, "heads": 5, "kv_heads": 5}, 1),
+        ({"seqs": 10_000, "heads": 68, "kv_heads": 2}, 2),  # units of 16 heads, of which a workspace holds two
+        ({"seqs": 10_000, "head_size": 256}, 2),  # a CTA of two warps
+    ],
+    ids=str,
+)
+def test_units_that_a_cta_takes_at_once(sizes, at_once):
+    plan = planned(num_sms=132, **{"heads": 32, "kv_heads": 8, "columns": 64} | sizes)
+    params = params_of(plan)
+    assert params["units_per_bundle"] == at_once
+    assert params["bundles_per_sequence"] * at_once == params["units_per_sequence"]
+    assert params["team_warps"] * at_once * 32 == plan.launch.threads
+
+
+def test_partitions_are_taken_by_all_warps():
+    for options in ({"partition_size": 16}, {"single_pass": True}):
+        params = params_of(planned(seqs=100, **options))
+        assert (params["units_per_bundle"], params["team_warps"]) == (1, 4)
+        assert params["bundles_per_sequence"] == params["units_per_sequence"] == 2
 
 
 def test_fewer_tiles_fill_a_card_if_they_are_of_fp8():
@@ -214,10 +249,11 @@ def test_more_tiles_than_can_be_counted_are_not_shared():
 
 
 @pytest.mark.parametrize("options", [{}, {"partition_size": 16}, {"partition_size": 32, "max_seq_len": 70}], ids=str)
-@pytest.mark.parametrize("heads", [2, 16, 34])
-def test_what_workspace_nbytes_says_is_enough(options, heads):
-    plan = planned(num_sms=10_000, heads=heads, **options)
-    sizes = {"num_tokens": 3, "num_heads": heads, "head_size": 64, "max_seq_len": 80} | options
+@pytest.mark.parametrize("heads", [4, 16, 68])
+@pytest.mark.parametrize("seqs", [3, 4000])
+def test_what_workspace_nbytes_says_is_enough(options, heads, seqs):
+    plan = planned(num_sms=10_000, seqs=seqs, heads=heads, kv_heads=4, **options)
+    sizes = {"num_tokens": seqs, "num_heads": heads, "head_size": 64, "max_seq_len": 80} | options
     assert plan.workspace_bytes <= pagedkv.workspace_nbytes("paged_attention_v2", **sizes)
 
 
@@ -258,6 +294,7 @@ def test_parameters_of_every_array():
         "lse_head_stride": 11, "lse_token_stride": 3, "slope_stride": 5, "sink_stride": 7,
         "scale": 0.25, "softcap": 30.0, "k_scale": 1.0, "v_scale": 1.0, "k_scale_stride": 4, "v_scale_stride": 6,
         "num_seqs": 3, "num_heads": 6, "queries_per_kv": 3, "units_per_kv_head": 1, "units_per_sequence": 2,
+        "units_per_bundle": 1, "bundles_per_sequence": 2, "team_warps": 4,
         "window_left": 12, "partition_size": 2**31 - 1, "num_partitions": 1, "num_states": 0, "sinks_are_float32": 1,
     }  # fmt: skip
     assert {name: params[name].item() for name in params.dtype.names} == expected

@@ -47,6 +47,31 @@ def test_infinities_in_unwritten_slots(decode_backend, decode_op, rng):
             cases.assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf])
+def test_infinities_in_seen_values(decode_backend, decode_op, rng, infinity):
+    """One makes its feature infinite, for the heads that see it, and nothing else."""
+    arguments = cases.decode(rng, [5, 70, 3])
+    arguments["value_cache"][arguments["block_tables"][1, 0], 1, 7, 3] = infinity
+    expected = np.zeros((3, 4, 64))
+    expected[1, 2:, 7] = infinity
+    for options in ({}, {"partition_size": 32}) if decode_op != "paged_attention_v1" else ({},):
+        out, lse = cases.call_decode(decode_backend, decode_op, arguments, scale=0.01, **options)
+        np.testing.assert_array_equal(np.where(np.isfinite(out), 0, out), expected)
+        assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("exponent", [125, 126, 127])
+def test_largest_queries_over_fp8(decode_backend, decode_op, rng, exponent):
+    """bfloat16 holds what has no inverse in float32 that is not subnormal. Keys below 2 keep scores below infinity."""
+    arguments = cases.decode(rng, [40, 5], dtype=cases.FLOATS["bfloat16"], kv_cache_dtype="fp8", k_scale=1.0)
+    is_large = arguments["key_cache"] & 0x7F > 0x3E  # codes of sign, four bits of exponent, three of mantissa: 1.75
+    is_poison = arguments["key_cache"] == cases.FP8_POISON
+    arguments["key_cache"] = np.where(is_large & ~is_poison, np.uint8(0x38), arguments["key_cache"])
+    arguments["query"][...] = 0
+    arguments["query"][..., 5] = rng.choice([-1, 1], (2, 4)) * 2.0**exponent
+    cases.check_decode(decode_backend, decode_op, arguments, scale=2.5 * 2.0**-exponent)
+
+
 @pytest.mark.parametrize("garbage", [-1, 2**31 - 1, -(2**31), "num_blocks", "a block of another sequence"])
 def test_garbage_in_table_tails(decode_backend, decode_op, rng, garbage):
     arguments = cases.decode(rng, [0, 15, 16, 17, 70])
@@ -141,6 +166,36 @@ def test_shares_of_any_number_of_ctas(ptx_backend, rng, monkeypatch, ctas):
     options = {"sinks": SINKS, "alibi_slopes": SLOPES / 8}
     cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options)
     cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options, window_size=(70, 0))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("ctas", [1, 3, 10, 40])
+@pytest.mark.parametrize(
+    ("units", "sizes"),
+    [
+        (2, {"num_heads": 4, "num_kv_heads": 2}),
+        (4, {"num_heads": 8, "num_kv_heads": 8, "dtype": np.float32}),
+        (4, {"num_heads": 8, "num_kv_heads": 4, "kv_cache_dtype": "fp8"}),
+        (2, {"num_heads": 72, "num_kv_heads": 2, "kv_cache_dtype": "fp8"}),  # three parts of a group each
+    ],
+    ids=["two", "four", "four_of_fp8", "parts_of_groups"],
+)
+def test_teams_of_warps(ptx_backend, rng, monkeypatch, units, sizes, ctas):
+    """A CTA takes several units of a sequence at once, each team of its warps one, with tiles and states of its own."""
+    monkeypatch.setattr(decode_plan, "_units_per_bundle", lambda *sizes: units)
+    monkeypatch.setattr(decode_plan, "_num_shares", lambda *sizes: ctas)
+    arguments = cases.decode(rng, [1, 0, 150, 33], head_size=16, **sizes)
+    num_heads = sizes["num_heads"]
+    options = {"sinks": np.linspace(-1, 2, num_heads, dtype=np.float32), "window_size": (110, 0)}
+    options["alibi_slopes"] = np.geomspace(0.1, 0.01, num_heads, dtype=np.float32)
+    cases.check_decode(ptx_backend, "paged_attention_v2", arguments, **options)
+
+
+def test_more_sequences_than_ctas(decode_backend, rng):
+    """So many that a CTA takes several kv heads at once."""
+    num_seqs = 10 if decode_backend.name == "ptx" else 240
+    arguments = cases.decode(rng, [int(n) for n in rng.integers(0, 100, num_seqs)], num_heads=8, num_kv_heads=4)
+    cases.check_decode(decode_backend, "paged_attention_v2", arguments)
 
 
 @pytest.mark.ptx

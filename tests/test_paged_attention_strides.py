@@ -3,6 +3,7 @@
 import cases
 import numpy as np
 import pytest
+from far_blocks import BLOCK_STRIDE, blocks_far_apart, sparse_bytes
 
 import pagedkv
 
@@ -131,3 +132,19 @@ def test_strided_outputs(decode_backend, decode_op, rng):
     lse = decode_backend.put(np.full((num_seqs, num_heads), 7, np.float32))
     assert_same_result(decode_backend, decode_op, arguments, out=wide[:, :num_heads], lse_out=lse.T)
     assert np.all(decode_backend.get(wide)[:, num_heads:] == 7)
+
+
+def test_offsets_past_two_and_four_gigabytes(decode_backend, decode_op, rng):
+    """What an offset that lost its high bits would find is zero."""
+    arguments = cases.decode(rng, [30, 17], block_size=32, head_size=32, kv_cache_dtype="fp8")
+    used, far = arguments["block_tables"][:, 0], [2, 3]
+    views = {"block_tables": arguments["block_tables"].copy()}
+    views["block_tables"][:, 0] = far
+    views["block_tables"] = decode_backend.put(views["block_tables"])
+    for name in ("key_cache", "value_cache"):
+        blocks = arguments[name][used]
+        views[name] = blocks_far_apart(
+            sparse_bytes(decode_backend, 3 * BLOCK_STRIDE + blocks[0].nbytes), (4, *blocks.shape[1:])
+        )
+        views[name][2:] = decode_backend.put(blocks)
+    assert_same_result(decode_backend, decode_op, arguments, **views)

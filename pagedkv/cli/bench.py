@@ -74,8 +74,8 @@ def write(results: Path | None, as_json: bool, tokens: tuple[int, ...], dtype: s
 def decode(results: Path | None, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Time paged_attention_v1 and paged_attention_v2.
 
-    Each beside a kernel that only reads the same blocks through the same table. A result that is not right is not
-    timed, and ends the run with exit code 1.
+    Each beside a kernel that only reads the same blocks through a table. A result that is not right is not timed, and
+    ends the run with exit code 1.
     """
     if results is not None and (options["names"] or options["seqs"] or options["ops"]):
         raise Mistake("--results keeps records of all rows and ops: leave out --row, --seqs and --op, or take --json")

@@ -58,6 +58,11 @@ class DecodeInputs:
         """Where a result goes: NaN, so that what is not written shows."""
         return poisoned(self.xp, self.arrays["query"].shape, self.dtype)
 
+    def used_blocks(self) -> np.ndarray:
+        """The ids of all blocks that are read, sequence by sequence."""
+        counts = -(-self.seq_lens // self.block_size)
+        return np.concatenate([row[:count] for row, count in zip(self.tables, counts, strict=True)])
+
     def _random_cache(self, shape: tuple[int, ...], scale: float, seed: int) -> Any:
         """Normally distributed numbers, as the cache holds them."""
         numbers = normal(np.random.default_rng(seed), (1, DIFFERENT), self.dtype)

@@ -33,7 +33,7 @@ def _introduction(record: Record) -> list[str]:
         f"{origin(record)}: {shape['dtype']}, {shape['layout']} cache {shape['kv_cache_dtype']}, heads of "
         f"{shape['head_size']}, blocks of {shape['block_size']}, {record['method']}.{purpose}",
         "",
-        "us, in brackets TB/s. The floor reads the same blocks through the same table and computes nothing; a ratio to "
+        "us, in brackets TB/s. The floor reads the same blocks through a table and computes nothing; a ratio to "
         "it has its target in brackets, and is bold where it is met.",
     ]
 

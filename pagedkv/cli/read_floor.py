@@ -1,4 +1,4 @@
-"""The floor of a decode step: launches of a kernel that only reads the same blocks through the same table.
+"""The floor of a decode step: launches of a kernel that only reads the same blocks through a table.
 
 Which of them a card runs fastest is for it to say: a benchmark times all. Needs no CuPy.
 """
