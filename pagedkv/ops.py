@@ -5,6 +5,7 @@ decides device, stream and the framework of what is returned. Errors come before
 ids and lengths hold is checked on the host and inside ``checked()``; elsewhere reading it would synchronise.
 """
 
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,8 @@ DECODE_ARRAYS = (
 )
 # All that it has besides.
 DECODE_OPTIONS = ("scale", "max_seq_len", "window_size", "softcap", "kv_cache_dtype", "return_lse", "partition_size")
+# Where ``paged_attention`` is v1.
+SHORT_TOKENS, FEW_KV_HEADS = 256, 128
 
 
 def reshape_and_cache(
@@ -184,7 +187,7 @@ def paged_attention(
     seq_lens: Any,
     **options: Any,
 ) -> Any:
-    """``paged_attention_v1`` or ``v2``, whichever suits the shapes: on all that is measured so far that is ``v2``.
+    """``paged_attention_v1`` for few short sequences, ``paged_attention_v2`` for all others.
 
     query, key_cache, value_cache, block_tables, seq_lens: as in ``paged_attention_v1``, which also says what is raised.
 
@@ -192,9 +195,25 @@ def paged_attention(
 
     >>> out = paged_attention(query, key_cache, value_cache, block_tables, seq_lens, softcap=30.0)
     """
-    # The table of `pagedkv bench decode` is the ground: where units fill a card, v2 cuts none of them and takes as long
-    # as v1 within 2 %; where they do not, it is up to twelve times as fast.
-    return paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, **options)
+    cuts = options.get("partition_size") is not None or options.get("workspace") is not None
+    if cuts or not _are_few_and_short(query, value_cache, block_tables, options.get("max_seq_len")):
+        return paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, **options)
+    options = {name: option for name, option in options.items() if name not in ("partition_size", "workspace")}
+    return paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens, **options)
+
+
+def _are_few_and_short(query: Any, value_cache: Any, block_tables: Any, max_seq_len: Any) -> bool:
+    """Whether a call takes less time uncut: by `pagedkv bench decode --crossover`, whose record is in ``results``.
+
+    Short sequences take v1 2 to 12 % less time, while their kv heads are no more than the SMs of a card. Of long ones
+    v2 takes at most 2 % longer, where all have one length and fill a card, and elsewhere less, down to a seventh.
+    """
+    shapes = [getattr(array, "shape", ()) for array in (query, value_cache, block_tables)]
+    if [len(shape) for shape in shapes] != [3, 4, 2]:
+        return False  # an error, for the op to tell
+    (num_seqs, _, _), (_, num_kv_heads, _, block_size), (_, max_blocks) = shapes
+    longest = max_seq_len if isinstance(max_seq_len, Integral) else max_blocks * block_size
+    return longest <= SHORT_TOKENS and num_seqs * num_kv_heads <= FEW_KV_HEADS
 
 
 def flash_attn_varlen_func(

@@ -191,13 +191,32 @@ def test_the_table_of_one_op_without_others():
     assert "Others" not in text
 
 
-def test_records_of_several_shapes_share_a_section(tmp_path):
-    for shape in ({}, {"head_size": 64}):
-        record = completed(measured(**shape), None, None) | {"name": record_name({**DEFAULT_SHAPE, **shape})}
-        report.save(record, tmp_path)
+def test_records_of_a_card_stand_side_by_side(tmp_path):
+    """That of the default shape whole; of the others what v2 needed, other formats first, then sizes in order."""
+    shapes = [{"head_size": 64}, {"block_size": 128}, {"block_size": 8}, {"kv_cache_dtype": "fp8"}, {}]
+    for i, shape in enumerate(shapes):
+        record = measured(**shape)
+        for row in record["rows"]:
+            row["us"]["v2"] = 101.0 + i
+        name = record_name({**DEFAULT_SHAPE, **shape})
+        report.save(completed(record, measured(), None) | {"name": name}, tmp_path)
+    crossover = completed(measured(CROSSOVER[:3]), None, None)
+    crossover["rows"][2]["us"]["v1"] = 102.5
+    report.save(crossover | {"name": record_name(DEFAULT_SHAPE, is_crossover=True)}, tmp_path)
+    whole, others, both = report.sections(tmp_path)["bench decode"].split("| sequences |")[1:]
+    assert "| 1 | 1,024 | 32/8 | 4.19 MB | 100.0 (0.04) | 105.0 (0.04) | **1.050** (1.450) | 108.0 (0.04) |" in whole
+    assert others.startswith(" context | heads | fp8 cache | blocks of 8 | blocks of 128 | heads of 64 |\n")
+    assert "| 1 | 1,024 | 32/8 | 104.0 (1.040) | 103.0 (**1.030**) | 102.0 (**1.020**) | 101.0 (**1.010**) |" in others
+    assert both.startswith(" 256 | 1,024 | 4,096 |\n")
+    assert "| 1 | 108.0 / **103.0** | 108.0 / **103.0** | **102.5** / 103.0 |" in both
+
+
+def test_cards_have_sections_of_their_own(tmp_path):
+    for card in ("NVIDIA H200", "NVIDIA L4"):
+        report.save(completed(measured(), None, None) | {"card": card}, tmp_path)
     section = report.sections(tmp_path)["bench decode"]
-    assert section.index("heads of 128") > 0
-    assert section.index("heads of 64") > 0
+    assert section.count("| sequences |") == 2
+    assert section.index("NVIDIA H200, ") < section.index("NVIDIA L4, ")
 
 
 @pytest.mark.parametrize("peers", [OTHERS, None])

@@ -148,3 +148,44 @@ def workspace_nbytes(arguments, **options):
     return pagedkv.workspace_nbytes(
         "paged_attention_v2", num_tokens=num_tokens, num_heads=num_heads, head_size=head_size, **options
     )
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "columns", "options", "chosen"),
+    [
+        (16, 8, 16, {}, "paged_attention_v1"),  # 128 kv heads, 256 tokens
+        (17, 8, 16, {}, "paged_attention_v2"),
+        (16, 8, 17, {}, "paged_attention_v2"),
+        (16, 8, 1000, {"max_seq_len": 256}, "paged_attention_v1"),
+        (16, 8, 1000, {"max_seq_len": np.int64(257)}, "paged_attention_v2"),
+        (1, 1, 1, {"partition_size": None, "workspace": None}, "paged_attention_v1"),
+        (1, 1, 1, {"partition_size": 16}, "paged_attention_v2"),
+        (1, 1, 1, {"workspace": np.empty(10**8, np.uint8)}, "paged_attention_v2"),
+    ],
+)
+def test_few_short_sequences_take_a_single_pass(monkeypatch, num_seqs, num_kv_heads, columns, options, chosen):
+    arrays = (np.zeros((num_seqs, num_kv_heads, 8), np.float16), np.zeros((1, num_kv_heads, 1, 16, 8), np.float16))
+    arrays += (np.zeros((1, num_kv_heads, 8, 16), np.float16), np.zeros((num_seqs, columns), np.int32))
+    arrays += (np.ones(num_seqs, np.int32),)
+    called = []
+    for op in ("paged_attention_v1", "paged_attention_v2"):
+        real = getattr(pagedkv.ops, op)
+
+        def spy(*given, op=op, real=real, **options):
+            called.append(op)
+            return real(*given, **options)
+
+        monkeypatch.setattr(pagedkv.ops, op, spy)
+    out, lse = pagedkv.paged_attention(*arrays, **options, return_lse=True)
+    assert called == [chosen]
+    assert (out.shape, lse.shape) == ((num_seqs, num_kv_heads, 8), (num_kv_heads, num_seqs))
+
+
+@pytest.mark.parametrize("wrong", [{"query": None}, {"value_cache": np.zeros(3)}, {"max_seq_len": "long"}], ids=str)
+def test_errors_of_the_choice_are_those_of_the_ops(rng, wrong):
+    arguments = cases.decode(rng, [5]) | wrong
+    with pytest.raises((TypeError, ValueError)) as expected:
+        pagedkv.paged_attention_v2(**arguments)
+    with pytest.raises(type(expected.value)) as raised:
+        pagedkv.paged_attention(**arguments)
+    assert str(raised.value) == str(expected.value)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .decode_table import decode_markdown
+from .decode_table import decode_markdown, decode_section
 from .markdown import Record, origin, table_lines
 from .table import size
 
@@ -42,11 +42,8 @@ def records(results: Path) -> list[Record]:
 def sections(results: Path) -> dict[str, str]:
     """Markdown of each benchmark, by the name of its README section."""
     stored = records(results)
-    tables = {
-        bench: [markdown(record) for record in stored if record["bench"] == bench]
-        for bench, markdown in MARKDOWN.items()
-    }
-    return {f"bench {bench}": "\n\n".join(parts) or NONE_YET for bench, parts in tables.items()}
+    found = {bench: [record for record in stored if record["bench"] == bench] for bench in SECTIONS}
+    return {f"bench {bench}": SECTIONS[bench](of_bench) or NONE_YET for bench, of_bench in found.items()}
 
 
 def filled(readme: str, tables: dict[str, str]) -> str:
@@ -95,4 +92,8 @@ def _cell(row: Record) -> str:
 
 
 MARKDOWN: dict[str, Callable[[Record], str]] = {"write": write_markdown, "decode": decode_markdown}
+SECTIONS: dict[str, Callable[[list[Record]], str]] = {
+    "write": lambda stored: "\n\n".join(map(write_markdown, stored)),
+    "decode": decode_section,
+}
 NONE_YET = "There is no record yet."
