@@ -73,6 +73,21 @@ struct DecodeParams {
   int32_t sinks_are_float32;  // else they have the query's dtype
 };
 
+// One of two attention states, or what they merge into. Strides are in elements.
+struct MergeSide {
+  int64_t token_stride;
+  int64_t head_stride;
+  int64_t lse_head_stride;
+  int64_t lse_token_stride;
+};
+
+struct MergeParams {
+  MergeSide prefix, suffix, merged;
+  FastDivisor packs_per_row;  // of one query and head
+  FastDivisor num_heads;
+  int64_t num_packs;
+};
+
 // The ceilings a benchmark measures beside its kernels.
 struct StreamParams {
   int64_t num_packs;  // of 16 bytes

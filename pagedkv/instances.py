@@ -6,8 +6,9 @@ At most MAX_INSTANCES in all; any other instance compiles when it is first asked
 import numpy as np
 
 from .decode_plan import decode_instance_for
-from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32
+from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32, FLOATS
 from .kernels import Instance
+from .merge_plan import merge_instance_for
 from .write_plan import flash_write_instance_for, packed_write_instance_for, widest_vec
 
 MAX_INSTANCES = 80
@@ -62,6 +63,7 @@ DECODES = [  # a group of 8 query heads and less, and one of more
     *(_decode(BFLOAT16, kv_format, 128, is_aligned=False) for kv_format in (BFLOAT16, E4M3)),
     _decode(FLOAT32, FLOAT32, 128),
 ]
+MERGES = [*(merge_instance_for(dtype, widest_vec(dtype)) for dtype in FLOATS), merge_instance_for(BFLOAT16, vec=1)]
 # One of each kernel that measures what the card allows; the others differ in how many loads they unroll.
 CEILINGS = [
     Instance("ceilings.cu", "read_packs", (8,)),
@@ -70,7 +72,7 @@ CEILINGS = [
     Instance("ceilings.cu", "empty_kernel", (0,)),
 ]
 
-INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *CEILINGS]
+INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *MERGES, *CEILINGS]
 
 
 def is_hot(instance: Instance) -> bool:

@@ -74,6 +74,17 @@ DECODE_PARAMS = _struct(
     sinks_are_float32=INT32,
 )
 
+MERGE_SIDE = _struct(token_stride=INT64, head_stride=INT64, lse_head_stride=INT64, lse_token_stride=INT64)
+
+MERGE_PARAMS = _struct(
+    prefix=MERGE_SIDE,
+    suffix=MERGE_SIDE,
+    merged=MERGE_SIDE,
+    packs_per_row=FAST_DIVISOR,
+    num_heads=FAST_DIVISOR,
+    num_packs=INT64,
+)
+
 STREAM_PARAMS = _struct(num_packs=INT64, never=UINT32)
 
 BLOCK_READ_PARAMS = _struct(
@@ -85,6 +96,8 @@ STRUCTS = {
     "CacheWriteSide": CACHE_WRITE_SIDE,
     "CacheWriteParams": CACHE_WRITE_PARAMS,
     "DecodeParams": DECODE_PARAMS,
+    "MergeSide": MERGE_SIDE,
+    "MergeParams": MERGE_PARAMS,
     "StreamParams": STREAM_PARAMS,
     "BlockReadParams": BLOCK_READ_PARAMS,
 }

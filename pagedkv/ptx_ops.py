@@ -13,7 +13,8 @@ from .arrays import ArrayView, view
 from .decode_plan import decode_arrays, plan_decode
 from .kernels import Instance, expanded_source
 from .launch import Launch
-from .problem import Attention, CacheWrite
+from .merge_plan import merge_arrays, plan_merge
+from .problem import Attention, CacheWrite, MergeStates
 from .ptx.counters import Counters
 from .ptx.machine import Machine
 from .ptx.parse import Kernel, parse_kernel
@@ -72,6 +73,12 @@ def _decode(problem: Attention) -> None:
     counters = view(np.zeros(planned.num_counters, np.int32), "counters") if planned.num_counters else None
     launch(planned.launch, [*decode_arrays(problem), workspace, counters])
     assert counters is None or not counters.numpy().any(), "counters are zero again"
+
+
+def merge_attn_states(problem: MergeStates) -> None:
+    """One launch of the kernel of the same name."""
+    if problem.out.shape[0]:
+        launch(plan_merge(problem), merge_arrays(problem))
 
 
 def warmup(launches: list[Launch], device: int | None) -> None:

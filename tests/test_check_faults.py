@@ -192,6 +192,18 @@ def plant(tmp_path, monkeypatch):
 
 
 KERNEL_FAULTS = {
+    "a merge that looks at what an empty side holds": (
+        MERGE,
+        ("merge.cu", "if (has_suffix)", ""),
+        "out: ",
+        [],
+    ),
+    "a merge whose larger LSE loses its last digits": (
+        MERGE,
+        ("merge.cu", "shift + state.lse()", "(shift * LOG2_E + __log2f(state.exp_sum) + 0.001f) * LN_2"),
+        "lse_out: relative error",
+        [],
+    ),
     "a tail that is not copied": (
         FLASH,
         ("copy.cuh", "if (rows.prefix == 0) return;", "return;"),

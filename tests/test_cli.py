@@ -18,7 +18,7 @@ OPS = [
     "flash_attn_varlen_func",
     "merge_attn_states",
 ]
-KERNELS = {op: op for op in OPS[:2]} | dict.fromkeys(OPS[2:4], "paged_attention")
+KERNELS = {op: op for op in OPS[:2]} | dict.fromkeys(OPS[2:4], "paged_attention") | {OPS[5]: OPS[5]}
 
 
 def call(*arguments):
@@ -68,7 +68,7 @@ MISTAKES = {
     "run --heads 8 --kv-heads 3": "--heads 8 is no multiple of --kv-heads 3: each kv head serves a group",
     "run --seqs 0": "--seqs",
     "run --dtype int8": "--dtype",
-    "run --backend ptx merge_attn_states": "has no kernel yet: use --backend numpy",
+    "run --backend ptx flash_attn_varlen_func": "has no kernel yet: use --backend numpy",
     "run --backend numpy --head-size 12": "--head-size: expected a multiple of 8 in the packed layout, got 12",
     "run --backend numpy reshape_and_cache_flash --head-size 12 --context 9": "head_size: expected a multiple of 8",
     "run --backend numpy --block-size 17 --context 9": "block_size: expected one of (8, 16, ",

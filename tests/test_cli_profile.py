@@ -134,7 +134,7 @@ def test_a_kernel_that_does_not_compile_shows_the_compilers_words(tmp_path):
     ("arguments", "message"),
     [
         (["wirte"], "no op 'wirte': did you mean write?"),
-        (["merge_attn_states"], "merge_attn_states has no kernel yet"),
+        (["flash_attn_varlen_func"], "flash_attn_varlen_func has no kernel yet"),
         (["write", "--compare", "layout=NHD"], "--compare: expected layout=A,B"),
         (["write", "--compare", "colour=a,b"], "no option 'colour'"),
         (["write", "--compare", "kv_cache_dtype=auto"], "--compare: expected kv-cache-dtype=A,B"),

@@ -39,6 +39,11 @@ def test_needs_no_framework():
 
 
 def test_an_op_without_a_kernel_says_so():
-    out, lse = np.zeros((1, 2, 64), np.float16), np.zeros((2, 1), np.float32)
-    with pagedkv.use_backend("ptx"), pytest.raises(NotImplementedError, match="merge_attn_states: no kernel yet"):
-        pagedkv.merge_attn_states(out, lse, out, lse)
+    cache, lens = np.zeros((1, 16, 2, 64), np.float16), np.ones(1, np.int32)
+    arguments = {
+        "cu_seqlens_q": np.arange(2, dtype=np.int32),
+        "seqused_k": lens,
+        "block_table": np.zeros((1, 1), np.int32),
+    }
+    with pagedkv.use_backend("ptx"), pytest.raises(NotImplementedError, match="flash_attn_varlen_func: no kernel yet"):
+        pagedkv.flash_attn_varlen_func(np.zeros((1, 2, 64), np.float16), cache, cache, **arguments)
