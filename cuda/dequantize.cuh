@@ -24,6 +24,23 @@ inline constexpr bool IS_SAME = false;
 template <class T>
 inline constexpr bool IS_SAME<T, T> = true;
 
+// fp8 codes are multiplied as float16. A bfloat16 query may be too large or too small for that: it is divided by the
+// power of two next to its largest number, which its scores make up for.
+struct PowerOfTwo {
+  static constexpr uint32_t EXPONENT_OF_1 = 127;  // as float32 has it
+  float value, inverse;
+
+  __device__ __forceinline__ explicit PowerOfTwo(uint32_t exponent)
+      : value(__uint_as_float(exponent << 23)), inverse(__uint_as_float((2 * EXPONENT_OF_1 - exponent) << 23)) {}
+
+  // Next to a number that is not negative. That of 1 for zero, infinity and NaN, and never one whose power of two has
+  // no inverse.
+  static __device__ __forceinline__ uint32_t exponent_of(float largest) {
+    const uint32_t exponent = __float_as_uint(largest) >> 23;
+    return exponent == 0 || exponent == 255 ? EXPONENT_OF_1 : min(exponent, 253u);
+  }
+};
+
 template <__nv_fp8_interpretation_t FORMAT>
 __device__ __forceinline__ uint32_t float16_pair(__nv_fp8x2_storage_t codes) {
   const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(codes, FORMAT);

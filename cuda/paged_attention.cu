@@ -10,7 +10,7 @@
 #include "paging.cuh"
 #include "params.cuh"
 #include "partition.cuh"
-#include "softmax.cuh"
+#include "states.cuh"
 #include "tensor_core_scan.cuh"
 
 namespace pagedkv {
@@ -22,74 +22,6 @@ struct ScanOf {
 template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
 struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED> {
   using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
-};
-
-// A softmax state with its accumulator, in shared memory or in the workspace.
-struct StoredState {
-  float* acc;  // [head_size]
-  float* max_logit;
-  float* exp_sum;
-
-  __device__ __forceinline__ SoftmaxState state() const { return {*max_logit, *exp_sum}; }
-  __device__ __forceinline__ void set(const SoftmaxState& state) const {
-    *max_logit = state.max_logit, *exp_sum = state.exp_sum;
-  }
-};
-
-// One for each head.
-template <int ROW>
-struct States {
-  float* acc;         // [count, ROW]
-  float* max_logits;  // [count]
-  float* exp_sums;    // [count]
-
-  // `acc` and, behind each other, the rest.
-  __device__ __forceinline__ States(float* acc, float* sums, int64_t count)
-      : acc(acc), max_logits(sums), exp_sums(sums + count) {}
-
-  __device__ __forceinline__ StoredState at(int64_t index) const {
-    return {acc + index * ROW, max_logits + index, exp_sums + index};
-  }
-};
-
-// The accumulator of one state, spread over a warp: of every 128 numbers each lane holds four that adjoin.
-template <int HEAD_SIZE>
-struct WarpRow {
-  static constexpr int PACKS = (HEAD_SIZE + 127) / 128;
-  float4 packs[PACKS] = {};
-
-  static __device__ __forceinline__ int feature(int pack) { return (pack * 32 + threadIdx.x % 32) * 4; }
-  static __device__ __forceinline__ bool is_there(int pack) {
-    return HEAD_SIZE % 128 == 0 || feature(pack) < HEAD_SIZE;
-  }
-
-  __device__ __forceinline__ void scale(float factor) {
-#pragma unroll
-    for (int i = 0; i < PACKS; i++) {
-      float4& pack = packs[i];
-      pack.x *= factor, pack.y *= factor, pack.z *= factor, pack.w *= factor;
-    }
-  }
-  __device__ __forceinline__ void load(const float* acc) {
-#pragma unroll
-    for (int i = 0; i < PACKS; i++)
-      if (is_there(i)) packs[i] = *reinterpret_cast<const float4*>(acc + feature(i));
-  }
-  __device__ __forceinline__ void add(const WarpRow& other, float factor) {
-#pragma unroll
-    for (int i = 0; i < PACKS; i++) {
-      const float4& numbers = other.packs[i];
-      float4& pack = packs[i];
-      pack.x += numbers.x * factor, pack.y += numbers.y * factor;
-      pack.z += numbers.z * factor, pack.w += numbers.w * factor;
-    }
-  }
-  __device__ __forceinline__ void store(const StoredState& target, const SoftmaxState& state) const {
-#pragma unroll
-    for (int i = 0; i < PACKS; i++)
-      if (is_there(i)) *reinterpret_cast<float4*>(target.acc + feature(i)) = packs[i];
-    if (threadIdx.x % 32 == 0) target.set(state);
-  }
 };
 
 // Where the results of a unit's heads go.
@@ -118,15 +50,7 @@ struct Results {
     float factor = v_scale;
     if (sinks != nullptr) factor *= state.merge({sink(head) * LOG2_E, 1.0f}).x;
     factor *= state.normalizer();
-#pragma unroll
-    for (int i = 0; i < row.PACKS; i++) {
-      if (!row.is_there(i)) continue;
-      Pack<scalar_t, 4> pack;
-      const float4& numbers = row.packs[i];
-      pack.set(0, from_float<scalar_t>(numbers.x * factor)), pack.set(1, from_float<scalar_t>(numbers.y * factor));
-      pack.set(2, from_float<scalar_t>(numbers.z * factor)), pack.set(3, from_float<scalar_t>(numbers.w * factor));
-      store_elements<IS_ALIGNED>(out + head * params.out_head_stride + row.feature(i), pack);
-    }
+    row.template write<IS_ALIGNED>(out + head * params.out_head_stride, factor);
     if (lse != nullptr && threadIdx.x % 32 == 0) lse[head * params.lse_head_stride] = state.lse();
   }
 
@@ -136,47 +60,6 @@ struct Results {
                                     : to_float(static_cast<const scalar_t*>(sinks)[offset]);
   }
 };
-
-// One state from `count`, of which `locate(i)` is the i-th, in their order. By a warp, a lane for each of 32 at a time.
-template <int HEAD_SIZE, class Locate>
-__device__ __forceinline__ SoftmaxState merge_by_warp(int count, const Locate& locate, WarpRow<HEAD_SIZE>& row) {
-  if (__builtin_expect(count == 1, false)) {  // out of the way of short sequences, which wait for code
-    row.load(locate(0).acc);
-    return locate(0).state();
-  }
-  constexpr int AT_ONCE = 8 / WarpRow<HEAD_SIZE>::PACKS;
-  const int lane = threadIdx.x % 32;
-  SoftmaxState state;
-#pragma unroll 1
-  for (int first = 0; first < count; first += 32) {
-    const bool is_there = first + lane < count;
-    const StoredState stored = locate(is_there ? first + lane : first);
-    SoftmaxState part;
-    if (is_there) part = stored.state();
-    const auto acc = reinterpret_cast<uint64_t>(stored.acc);
-    float factor;
-    // One code for a few and for many, which so comes once.
-#pragma unroll 1
-    for (int i = first; i < min(first + 32, count); i += AT_ONCE) {
-      WarpRow<HEAD_SIZE> others[AT_ONCE];
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        const auto* other = reinterpret_cast<const float*>(__shfl_sync(WARP, acc, i + j - first));
-        if (i + j < count) others[j].load(other);
-      }
-      if (i == first) {  // while those are on their way
-        SoftmaxState parts;
-        parts.max_logit = fmaxf(max_over_warp(part.max_logit), state.max_logit);
-        factor = weight(part.max_logit, parts.max_logit);
-        parts.exp_sum = sum_over_warp(part.exp_sum * factor);
-        row.scale(state.merge(parts).x);
-      }
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) row.add(others[j], __shfl_sync(WARP, factor, i + j - first));
-    }
-  }
-  return state;
-}
 
 // Whether this team is the last of `count` to arrive; what the others have written is then there to be read.
 __device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t count, const Team& team) {

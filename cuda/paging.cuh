@@ -43,4 +43,24 @@ struct PackedSequence {
   }
 };
 
+// The keys and values of one sequence and kv head in an NHD or HND cache, a row of features for each token.
+template <class cache_t>
+struct FlashSequence {
+  const cache_t* key;  // of the kv head, block 0
+  const cache_t* value;
+  const int32_t* block_table;  // of the sequence
+  int64_t table_step, key_block_stride, key_token_stride, value_block_stride, value_token_stride;
+  FastDivisor block_size;
+
+  struct Row {
+    int64_t key, value;  // offsets
+  };
+  __device__ __forceinline__ Row row(int32_t token) const {
+    const int64_t entry = block_size.divide(token), block = block_table[entry * table_step];
+    const int64_t offset = token - entry * block_size.divisor;
+    return {block * key_block_stride + offset * key_token_stride,
+            block * value_block_stride + offset * value_token_stride};
+  }
+};
+
 }  // namespace pagedkv

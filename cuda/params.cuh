@@ -73,6 +73,44 @@ struct DecodeParams {
   int32_t sinks_are_float32;  // else they have the query's dtype
 };
 
+// Attention of any number of query tokens per sequence. Strides are in elements.
+struct VarlenParams {
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t key_block_stride;
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  int64_t value_block_stride;
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+  int64_t table_stride;  // between the rows of the block table
+  int64_t table_step;    // inside one
+  int64_t seq_len_stride;
+  int64_t query_start_stride;
+  int64_t out_token_stride;
+  int64_t out_head_stride;
+  int64_t lse_head_stride;
+  int64_t lse_token_stride;
+  int64_t slope_stride;
+  int64_t sink_stride;
+  int64_t num_states;  // that the workspace holds
+  FastDivisor block_size;
+  FastDivisor queries_per_kv;
+  FastDivisor num_kv_heads;
+  FastDivisor num_splits;
+  FastDivisor num_heads;
+  float scale;    // of q . k
+  float softcap;  // 0 for none
+  float k_scale;  // used where the kernel's pointer is null
+  float v_scale;
+  int32_t k_scale_stride;  // between the scales of heads, 0 where all share one
+  int32_t v_scale_stride;
+  int32_t num_seqs;
+  int32_t window_left;  // -1 for no bound
+  int32_t window_right;
+  int32_t sinks_are_float32;  // else they have the query's dtype
+};
+
 // One of two attention states, or what they merge into. Strides are in elements.
 struct MergeSide {
   int64_t token_stride;

@@ -149,6 +149,14 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const voi
                : "memory");
 }
 
+// The same, but of each matrix numbers 2 (l % 4) and the next of column l / 4.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], const void* row_smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row_smem)))
+               : "memory");
+}
+
 // Transposes an 8 x 8 matrix: lane l holds the numbers 2 (l % 4) and the next of row l / 4.
 __device__ __forceinline__ uint32_t transposed(uint32_t matrix) {
   uint32_t result;

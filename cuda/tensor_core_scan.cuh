@@ -226,34 +226,27 @@ class TensorCoreScan {
     }
   }
 
-  // fp8 keys are multiplied as float16. A bfloat16 query may be too large or too small for that: it is divided by the
-  // power of two next to its largest number, which its scores make up for.
   __device__ __forceinline__ void set_queries(int n, const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
-    const uint32_t exponent = IS_CONVERTED ? exponent_of_largest(pairs) : EXPONENT_OF_1;
-    const float power = __uint_as_float(exponent << 23),
-                inverse = __uint_as_float((2 * EXPONENT_OF_1 - exponent) << 23);
+    const PowerOfTwo power(IS_CONVERTED ? exponent_of_largest(pairs) : PowerOfTwo::EXPONENT_OF_1);
 #pragma unroll
     for (int i = 0; i < 2 * KEY_STEPS; i++) {
       const Pack<scalar_t, 2>& pair = pairs[i / 2][i % 2];
-      query_[i / 2][n][i % 2] =
-          IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) * inverse, to_float(pair.get(1)) * inverse, product_t{})
-                       : pair.word;
+      query_[i / 2][n][i % 2] = IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) * power.inverse,
+                                                              to_float(pair.get(1)) * power.inverse, product_t{})
+                                             : pair.word;
     }
 #pragma unroll
-    for (int h = 0; h < 2; h++) power_[n][h] = IS_CONVERTED ? __shfl_sync(WARP, power, (2 * column() + h) * 4) : 1.0f;
+    for (int h = 0; h < 2; h++)
+      power_[n][h] = IS_CONVERTED ? __shfl_sync(WARP, power.value, (2 * column() + h) * 4) : 1.0f;
   }
 
-  // As float32 has it. That of 1 for zero, infinity and NaN, and never one whose power of two has no inverse.
-  static constexpr uint32_t EXPONENT_OF_1 = 127;
   static __device__ __forceinline__ uint32_t exponent_of_largest(const Pack<scalar_t, 2> (&pairs)[KEY_STEPS][2]) {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * KEY_STEPS; i++)
       largest = fmaxf(largest, fabsf(to_float(pairs[i / 4][i / 2 % 2].get(i % 2))));
     largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(WARP, largest, 2));
-    const uint32_t exponent = __float_as_uint(largest) >> 23;
-    return exponent == 0 || exponent == 255 ? EXPONENT_OF_1 : min(exponent, 253u);
+    return PowerOfTwo::exponent_of(fmaxf(largest, __shfl_xor_sync(WARP, largest, 2)));
   }
 
   // Lane l gives the address of row l % 8 of matrix l / 8: two groups of 8 tokens, of both two rows of 16 bytes.

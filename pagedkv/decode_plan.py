@@ -194,7 +194,7 @@ def decode_arrays(problem: Attention) -> list[ArrayView | None]:
 
 def _params(problem: Attention, units_per_kv_head: int, units: Units, division: Division) -> np.ndarray:
     cache, options, shape = problem.cache, problem.options, problem.cache.shape
-    k_scale, v_scale = (_scale(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
+    k_scale, v_scale = (scale_fields(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
     left, _ = options.window
     fields = (
         *problem.query.strides[:2],
@@ -227,7 +227,7 @@ def _params(problem: Attention, units_per_kv_head: int, units: Units, division: 
     return as_bytes(fields, DECODE_PARAMS)
 
 
-def _scale(scale: Scale, cache_format: np.dtype) -> tuple[float, int]:
+def scale_fields(scale: Scale, cache_format: np.dtype) -> tuple[float, int]:
     """Value and stride between heads. What is not quantised has no scale."""
     if not is_fp8(cache_format):
         return 1.0, 0

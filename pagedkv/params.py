@@ -74,6 +74,43 @@ DECODE_PARAMS = _struct(
     sinks_are_float32=INT32,
 )
 
+VARLEN_PARAMS = _struct(
+    query_token_stride=INT64,
+    query_head_stride=INT64,
+    key_block_stride=INT64,
+    key_token_stride=INT64,
+    key_head_stride=INT64,
+    value_block_stride=INT64,
+    value_token_stride=INT64,
+    value_head_stride=INT64,
+    table_stride=INT64,
+    table_step=INT64,
+    seq_len_stride=INT64,
+    query_start_stride=INT64,
+    out_token_stride=INT64,
+    out_head_stride=INT64,
+    lse_head_stride=INT64,
+    lse_token_stride=INT64,
+    slope_stride=INT64,
+    sink_stride=INT64,
+    num_states=INT64,
+    block_size=FAST_DIVISOR,
+    queries_per_kv=FAST_DIVISOR,
+    num_kv_heads=FAST_DIVISOR,
+    num_splits=FAST_DIVISOR,
+    num_heads=FAST_DIVISOR,
+    scale=FLOAT32,
+    softcap=FLOAT32,
+    k_scale=FLOAT32,
+    v_scale=FLOAT32,
+    k_scale_stride=INT32,
+    v_scale_stride=INT32,
+    num_seqs=INT32,
+    window_left=INT32,
+    window_right=INT32,
+    sinks_are_float32=INT32,
+)
+
 MERGE_SIDE = _struct(token_stride=INT64, head_stride=INT64, lse_head_stride=INT64, lse_token_stride=INT64)
 
 MERGE_PARAMS = _struct(
@@ -96,6 +133,7 @@ STRUCTS = {
     "CacheWriteSide": CACHE_WRITE_SIDE,
     "CacheWriteParams": CACHE_WRITE_PARAMS,
     "DecodeParams": DECODE_PARAMS,
+    "VarlenParams": VARLEN_PARAMS,
     "MergeSide": MERGE_SIDE,
     "MergeParams": MERGE_PARAMS,
     "StreamParams": STREAM_PARAMS,

@@ -18,6 +18,7 @@ from .problem import Attention, CacheWrite, MergeStates
 from .ptx.counters import Counters
 from .ptx.machine import Machine
 from .ptx.parse import Kernel, parse_kernel
+from .varlen_plan import merge_split_arrays, plan_varlen, varlen_arrays
 from .write_plan import plan_flash_write, plan_packed_write, write_arrays
 
 ARCH = "compute_90"  # virtual: PTX is what runs
@@ -73,6 +74,24 @@ def _decode(problem: Attention) -> None:
     counters = view(np.zeros(planned.num_counters, np.int32), "counters") if planned.num_counters else None
     launch(planned.launch, [*decode_arrays(problem), workspace, counters])
     assert counters is None or not counters.numpy().any(), "counters are zero again"
+
+
+def flash_attn_varlen_func(problem: Attention) -> None:
+    """A launch of ``varlen_attention``, and with several splits one of ``merge_splits``."""
+    arrays = (problem.block_table, problem.seq_lens, problem.query_start_loc)
+    indices.check_scales(problem.cache, ArrayView.numpy)
+    indices.check_attention(problem, *(array.numpy() for array in arrays))
+    if problem.query.shape[0] == 0 or problem.num_seqs == 0:
+        return
+    table, lens, starts = (view(array.numpy().astype(np.int32, copy=False), "indices") for array in arrays)
+    problem = replace(problem, block_table=table, seq_lens=lens, query_start_loc=starts)
+    planned = plan_varlen(problem)
+    workspace = problem.workspace
+    if workspace is None and planned.workspace_bytes:
+        workspace = view(aligned_garbage(planned.workspace_bytes), "workspace")
+    launch(planned.launch, [*varlen_arrays(problem), workspace])
+    if planned.merge is not None:
+        launch(planned.merge, merge_split_arrays(problem, workspace))
 
 
 def merge_attn_states(problem: MergeStates) -> None:

@@ -11,7 +11,7 @@ import pagedkv
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PTX = pytest.param("ptx", marks=pytest.mark.ptx)
 BACKENDS = ["numpy", PTX, CUDA]
-READ_BACKENDS = ["numpy"]
+READ_BACKENDS = ["numpy", PTX]
 MERGE_BACKENDS = ["numpy", PTX]
 DECODE_OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 
