@@ -1,5 +1,6 @@
 """pagedkv: a CuPy raw-kernel toolkit for the paged KV cache of LLM inference."""
 
+from .cascade import cascade_attention
 from .context import checked, use_backend
 from .ops import (
     flash_attn_varlen_func,
@@ -16,6 +17,7 @@ from .workspace import workspace_nbytes
 __version__ = "0.1.0"
 
 __all__ = [
+    "cascade_attention",
     "checked",
     "flash_attn_varlen_func",
     "merge_attn_states",

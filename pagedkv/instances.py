@@ -9,6 +9,7 @@ from .decode_plan import decode_instance_for
 from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32, FLOATS
 from .kernels import Instance
 from .merge_plan import merge_instance_for
+from .varlen_plan import merge_splits_instance_for, varlen_instance_for
 from .write_plan import flash_write_instance_for, packed_write_instance_for, widest_vec
 
 MAX_INSTANCES = 80
@@ -64,6 +65,12 @@ DECODES = [  # a group of 8 query heads and less, and one of more
     _decode(FLOAT32, FLOAT32, 128),
 ]
 MERGES = [*(merge_instance_for(dtype, widest_vec(dtype)) for dtype in FLOATS), merge_instance_for(BFLOAT16, vec=1)]
+VARLENS = [
+    *(varlen_instance_for(dtype, dtype, 128) for dtype in FLOATS),
+    *(varlen_instance_for(BFLOAT16, BFLOAT16, head_size) for head_size in (64, 256)),
+    varlen_instance_for(BFLOAT16, E4M3, 128),
+    merge_splits_instance_for(BFLOAT16, 128),
+]
 # One of each kernel that measures what the card allows; the others differ in how many loads they unroll.
 CEILINGS = [
     Instance("ceilings.cu", "read_packs", (8,)),
@@ -72,7 +79,7 @@ CEILINGS = [
     Instance("ceilings.cu", "empty_kernel", (0,)),
 ]
 
-INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *MERGES, *CEILINGS]
+INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *MERGES, *VARLENS, *CEILINGS]
 
 
 def is_hot(instance: Instance) -> bool:

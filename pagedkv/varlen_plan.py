@@ -51,8 +51,8 @@ def plan_varlen(problem: Attention) -> VarlenLaunch:
     launch = Launch(instance, (ctas,), 32 * WARPS, params, _shared_bytes(problem))
     merge = None
     if splits > 1:
-        arguments = (CUDA_NAMES[problem.query.dtype], head_size, instance.arguments[-1])
-        merge = Launch(Instance("varlen_attention.cu", "merge_splits", arguments), (merging,), MERGE_THREADS, params)
+        merger = merge_splits_instance_for(problem.query.dtype, head_size, is_aligned=_is_aligned(problem))
+        merge = Launch(merger, (merging,), MERGE_THREADS, params)
     return VarlenLaunch(launch, partials_nbytes(1, num_states, head_size, 1), merge)
 
 
@@ -68,6 +68,12 @@ def varlen_instance_for(
     """The kernel for 16-bit queries on tensor cores, for float32 on CUDA cores."""
     sizes = (head_size, _keys(dtype, head_size), WARPS, str(is_aligned).lower())
     return Instance("varlen_attention.cu", "varlen_attention", (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], *sizes))
+
+
+def merge_splits_instance_for(dtype: np.dtype, head_size: int, *, is_aligned: bool = True) -> Instance:
+    """The kernel that merges what splits leave."""
+    arguments = (CUDA_NAMES[dtype], head_size, str(is_aligned).lower())
+    return Instance("varlen_attention.cu", "merge_splits", arguments)
 
 
 def _keys(dtype: np.dtype, head_size: int) -> int:

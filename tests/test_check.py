@@ -118,9 +118,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_gets_one_line(line):
+def test_a_mistake_gets_one_line(monkeypatch, line):
     if "ptx" in line:
         pytest.importorskip("cuda.bindings", reason="the extra ptx is not installed")
+    if "no kernel yet" in MISTAKES[line]:
+        monkeypatch.delattr("pagedkv.ptx_ops.flash_attn_varlen_func")
     result = call(*line.split())
     assert result.exit_code in (1, 2)
     assert result.stdout == ""

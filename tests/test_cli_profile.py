@@ -146,7 +146,9 @@ def test_a_kernel_that_does_not_compile_shows_the_compilers_words(tmp_path):
         (["write", "--layout", "packed", "--head-size", "20"], "--head-size: expected a multiple of 8"),
     ],
 )
-def test_mistakes(arguments, message):
+def test_mistakes(monkeypatch, arguments, message):
+    if "no kernel yet" in message:
+        monkeypatch.delattr("pagedkv.ptx_ops.flash_attn_varlen_func")
     result = call(*arguments)
     assert result.exit_code != 0
     assert message in result.output

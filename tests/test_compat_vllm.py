@@ -16,7 +16,18 @@ READ = (
     "kv_cache_dtype k_scale v_scale tp_rank=0 blocksparse_local_blocks=0 blocksparse_vert_stride=0 "
     "blocksparse_block_size=64 blocksparse_head_sliding_step=0"
 )
+VARLEN = (
+    "q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k=None seqused_k=None q_v=None dropout_p=0.0 "
+    "softmax_scale=None causal=False window_size=None softcap=0.0 alibi_slopes=None deterministic=False "
+    "return_attn_probs=False block_table=None return_softmax_lse=False out=None scheduler_metadata=None q_descale=None "
+    "k_descale=None v_descale=None num_splits=0 fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 cp_tot_seqused_k=None"
+)
 LISTS = {
+    "flash_attn_varlen_func": VARLEN,
+    "merge_attn_states": (
+        "output prefix_output prefix_lse suffix_output suffix_lse output_lse=None prefill_tokens_with_context=None "
+        "output_scale=None"
+    ),
     "reshape_and_cache": WRITE,
     "reshape_and_cache_flash": WRITE,
     "paged_attention_v1": f"out {READ}",
@@ -174,3 +185,116 @@ def test_mistakes(rng, op, change, error, name):
     with pytest.raises(error, match=rf"^{name}: "):
         call(op, arguments | change, by_position=False)
     assert (arguments["out"] == 7).all()
+
+
+# ---- varlen and merging ---------------------------------------------------------------------------------------------
+
+
+def varlen_arguments(rng, kv_cache_dtype="auto", **options):
+    """What vLLM's op takes, and what pagedkv's takes for the same. A quantised cache says its format by its dtype."""
+    plain = cases.varlen(rng, [3, 1, 17], [9, 30, 17], kv_cache_dtype=kv_cache_dtype) | options
+    given = {name: value for name, value in plain.items() if name not in ("layout", "kv_cache_dtype")}
+    if kv_cache_dtype != "auto":
+        given |= {name: given[name].view(cases.oracle.FP8_FORMATS[kv_cache_dtype]) for name in "kv"}
+    return given | {"max_seqlen_q": 17, "max_seqlen_k": 30}, plain
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *cases.FP8_NAMES])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "softcap": 5.0}, {"window_size": (5, 0), "num_splits": 2}], ids=str
+)
+def test_varlen(rng, kv_cache_dtype, options):
+    given, plain = varlen_arguments(rng, kv_cache_dtype, **options)
+    expected = pagedkv.flash_attn_varlen_func(**plain, return_softmax_lse=True)
+    for got, want in zip(vllm.flash_attn_varlen_func(**given, return_softmax_lse=True), expected, strict=True):
+        cases.assert_same_bits(got, want)
+    out = np.full_like(expected[0], np.nan)
+    assert vllm.flash_attn_varlen_func(**given, out=out) is out
+    cases.assert_same_bits(out, expected[0])
+
+
+def test_varlen_by_position_with_all_that_is_not_used(rng):
+    given, plain = varlen_arguments(rng, causal=True)
+    names = [name.partition("=") for name in VARLEN.split()]
+    unused = {"deterministic": True, "scheduler_metadata": object(), "q_descale": 2.0, "fa_version": 3, "cp_rank": 1}
+    defaults = {"None": None, "False": False, "0.0": 0.0, "0": 0, "1": 1, "2": 2}
+    arguments = [(given | unused).get(name, defaults.get(default)) for name, _, default in names]
+    cases.assert_same_bits(vllm.flash_attn_varlen_func(*arguments), pagedkv.flash_attn_varlen_func(**plain))
+
+
+@pytest.mark.parametrize("scales", [(0.04, 0.11), ([0.02, 0.07], [0.3, 0.05])], ids=["one", "of_heads"])
+def test_descales_of_every_sequence(framework, rng, scales):
+    """``[num_seqs, num_kv_heads]``, as vLLM expands its scales."""
+    rows = [np.array(scale, np.float32) for scale in scales]
+    given, plain = varlen_arguments(rng, "fp8")
+    if isinstance(framework, Torch):
+        pytest.importorskip("ml_dtypes")
+        given |= {name: plain[name] for name in "kv"}
+    plain |= {name: row.reshape(-1) for name, row in zip(("k_descale", "v_descale"), rows, strict=True)}
+    expected = pagedkv.flash_attn_varlen_func(**plain)
+    if isinstance(framework, Torch):
+        torch = pytest.importorskip("torch")
+        given = put_all(framework, given)
+        given |= {name: given[name].view(torch.float8_e4m3fn) for name in "kv"}
+        expanded = [framework.put(row).expand(3, 2) for row in rows]
+    else:
+        expanded = [np.broadcast_to(row, (3, 2)) for row in rows]
+    given |= dict(zip(("k_descale", "v_descale"), expanded, strict=True))
+    cases.assert_same_bits(framework.get(vllm.flash_attn_varlen_func(**given)), expected)
+
+
+def test_descales_of_each_sequence_are_not_built(rng):
+    given, _ = varlen_arguments(rng, "fp8")
+    for name in ("k_descale", "v_descale"):
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected one row of scales for all sequences"):
+            vllm.flash_attn_varlen_func(**given | {name: np.full((3, 2), 0.1, np.float32)})
+    alone = {"cu_seqlens_q": np.array([0, 3], np.int32), "q": given["q"][:3]}
+    alone |= {name: given[name][:1] for name in ("seqused_k", "block_table")}
+    alone |= dict.fromkeys(("k_descale", "v_descale"), np.full((1, 2), 0.1, np.float32))
+    assert vllm.flash_attn_varlen_func(**given | alone).shape == (3, 4, 64)
+
+
+NOT_BUILT = {
+    "cu_seqlens_k": np.zeros(4, np.int32),
+    "q_v": np.zeros(3),
+    "dropout_p": 0.1,
+    "return_attn_probs": True,
+    "cp_world_size": 2,
+    "seqused_k": None,
+    "block_table": None,
+}
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_varlen_has_not(rng, name):
+    given, _ = varlen_arguments(rng)
+    out = np.full_like(given["q"], 7)
+    with pytest.raises(NotImplementedError, match=f"^{name}: expected "):
+        vllm.flash_attn_varlen_func(**given | {name: NOT_BUILT[name], "out": out})
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("by_position", [True, False], ids=["by_position", "by_name"])
+@pytest.mark.parametrize("has_lse", [True, False])
+def test_merging(framework, rng, has_lse, by_position):
+    outputs, lses = (
+        rng.standard_normal((2, 5, 4, 64)).astype(np.float16),
+        rng.standard_normal((2, 4, 5)).astype(np.float32),
+    )
+    expected = pagedkv.merge_attn_states(outputs[0], lses[0], outputs[1], lses[1])
+    arguments = {"output": np.full_like(outputs[0], np.nan), "prefix_output": outputs[0], "prefix_lse": lses[0]}
+    arguments |= {"suffix_output": outputs[1], "suffix_lse": lses[1]}
+    arguments |= {"output_lse": np.full_like(lses[0], np.nan)} if has_lse else {}
+    given = put_all(framework, arguments)
+    call("merge_attn_states", given, by_position)
+    cases.assert_same_bits(framework.get(given["output"]), expected[0])
+    if has_lse:
+        cases.assert_same_bits(framework.get(given["output_lse"]), expected[1])
+
+
+@pytest.mark.parametrize("name", ["prefill_tokens_with_context", "output_scale"])
+def test_what_merging_has_not(rng, name):
+    states = rng.standard_normal((2, 5, 4, 64)).astype(np.float16), np.zeros((2, 4, 5), np.float32)
+    arguments = (states[0][0], states[1][0], states[0][1], states[1][1])
+    with pytest.raises(NotImplementedError, match=f"^{name}: expected None"):
+        vllm.merge_attn_states(np.zeros_like(arguments[0]), *arguments, **{name: 1})

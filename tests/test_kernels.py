@@ -75,8 +75,11 @@ def test_an_edited_header_is_other_source(sources):
         before = after
 
 
+KERNEL_FILES = ("cache_write.cu", "paged_attention.cu", "varlen_attention.cu", "merge.cu")
+
+
 def sources_of_kernels():
-    return {file: kernels.expanded_source(file) for file in ("cache_write.cu", "paged_attention.cu")}
+    return {file: kernels.expanded_source(file) for file in KERNEL_FILES}
 
 
 def test_compile_errors_name_file_and_line(sources, compile_instance):

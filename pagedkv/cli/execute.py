@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import pagedkv
-from pagedkv import decode_plan, merge_plan, nvrtc, validate, write_plan
+from pagedkv import decode_plan, merge_plan, nvrtc, validate, varlen_plan, write_plan
 from pagedkv.kernels import Instance
 
 from . import machine
@@ -28,6 +28,7 @@ INSTANCES: dict[str, tuple[Callable[[Any], Instance], Callable[..., Any]]] = {
     "reshape_and_cache_flash": (write_plan.flash_write_instance, partial(validate.cache_write, packed=False)),
     "paged_attention_v1": (decode_plan.decode_instance, partial(validate.paged_attention, single_pass=True)),
     "paged_attention_v2": (decode_plan.decode_instance, partial(validate.paged_attention, single_pass=False)),
+    "flash_attn_varlen_func": (varlen_plan.varlen_instance, validate.varlen_attention),
     "merge_attn_states": (merge_plan.merge_instance, validate.merge_states),
 }
 

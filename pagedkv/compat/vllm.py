@@ -147,3 +147,121 @@ def _decode(op: Any, value_cache: Any, num_kv_heads: int, block_size: int, tp_ra
         if size != actual:
             raise ValueError(wrong(name, f"{actual}, as the cache has", size))
     op(value_cache=value_cache, **given)
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    max_seqlen_q: int,
+    cu_seqlens_q: Any,
+    max_seqlen_k: int,
+    cu_seqlens_k: Any = None,
+    seqused_k: Any = None,
+    q_v: Any = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+    return_softmax_lse: bool = False,
+    out: Any = None,
+    scheduler_metadata: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    num_splits: int = 0,
+    fa_version: int = 2,
+    s_aux: Any = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Any = None,
+) -> Any:
+    """Attention of packed queries of any lengths over a cache of NHD shape; with HND strides it is one of HND.
+
+    Returns the output, or with ``return_softmax_lse`` output and LSE.
+
+    seqused_k, block_table: NotImplementedError without them, or with ``cu_seqlens_k``: keys are always paged.
+    window_size: ``(left, right)``, None for no bounds.
+    k_descale, v_descale: as in ``pagedkv.flash_attn_varlen_func``, or ``[num_seqs, num_kv_heads]`` with a first axis of
+        stride 0, as ``expand`` makes it; NotImplementedError for scales of each sequence's own.
+    q_v, dropout_p, return_attn_probs, cp_world_size: NotImplementedError for other values than the defaults.
+    deterministic, scheduler_metadata, q_descale, fa_version, cp_rank, cp_tot_seqused_k: not used. Results are
+        deterministic, and queries are not quantised.
+
+    All others as in ``pagedkv.flash_attn_varlen_func``. An fp8 cache is of a float8 dtype.
+
+    >>> out = vllm.flash_attn_varlen_func(q, k, v, 64, cu_seqlens_q, 4096, seqused_k=seqused_k, block_table=block_table)
+    """
+    for name, value in (("seqused_k", seqused_k), ("block_table", block_table)):
+        if value is None:
+            raise NotImplementedError(f"{name}: expected an array, since keys are always paged here")
+    for name, value in (("cu_seqlens_k", cu_seqlens_k), ("q_v", q_v)):
+        if value is not None:
+            raise NotImplementedError(f"{name}: expected None, since keys are paged and have values of their own")
+    numbers = (("dropout_p", dropout_p, 0.0), ("return_attn_probs", return_attn_probs, False))
+    for name, value, default in (*numbers, ("cp_world_size", cp_world_size, 1)):
+        if value != default:
+            raise NotImplementedError(f"{name}: expected {default}, got {value!r}")
+    return ops.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(-1, -1) if window_size is None else window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+        k_descale=_of_all_sequences(k_descale, "k_descale"),
+        v_descale=_of_all_sequences(v_descale, "v_descale"),
+        num_splits=num_splits,
+        out=out,
+        return_softmax_lse=return_softmax_lse,
+    )
+
+
+def _of_all_sequences(descale: Any, name: str) -> Any:
+    """Scales ``[num_seqs, num_kv_heads]`` as the one row that all of them are."""
+    if len(getattr(descale, "shape", ())) != 2:
+        return descale
+    num_seqs, num_kv_heads = descale.shape
+    of_sequence, of_head = view(descale, name).strides
+    if num_seqs == 0:
+        return None
+    if num_seqs > 1 and of_sequence != 0:
+        raise NotImplementedError(f"{name}: expected one row of scales for all sequences, an axis of stride 0")
+    return descale[0, :1] if num_kv_heads > 1 and of_head == 0 else descale[0]
+
+
+def merge_attn_states(
+    output: Any,
+    prefix_output: Any,
+    prefix_lse: Any,
+    suffix_output: Any,
+    suffix_lse: Any,
+    output_lse: Any = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: Any = None,
+) -> None:
+    """Merges attention over two sets of keys into ``output`` and, where it is given, ``output_lse``.
+
+    prefill_tokens_with_context, output_scale: NotImplementedError for other values than None.
+
+    All others as in ``pagedkv.merge_attn_states``.
+
+    >>> vllm.merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    """
+    for name, value in (("prefill_tokens_with_context", prefill_tokens_with_context), ("output_scale", output_scale)):
+        if value is not None:
+            raise NotImplementedError(f"{name}: expected None")
+    ops.merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse, out=output, lse_out=output_lse)
