@@ -46,10 +46,9 @@ class CudaCoreMainloop {
       __syncwarp();
       multiply_values(first, keys, sequence, offsets);
     }
-    __syncthreads();
   }
 
-  // Leaves the states of the rows, where the queries were.
+  // Leaves the states of the rows, where the warp's own queries were.
   template <class States>
   __device__ __forceinline__ void leave(const States& states_smem) const {
 #pragma unroll

@@ -248,7 +248,8 @@ def load_model() -> tuple[smollm2.SmolLM2, smollm2.Tokenizer]:
     show_default=True,
     help="Of queries, keys and values; the rest of the model computes in float32.",
 )
-@click.option("--backend", type=click.Choice(["numpy"]), default="numpy", show_default=True)
+@click.option("--backend", type=click.Choice(["numpy", "ptx"]), default="numpy", show_default=True,
+              help="ptx interprets the kernels, some ten seconds a token.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Shuffles the free blocks.")
 @click.option("--check", "check_dense", is_flag=True, help="Compare with a dense run; a float32 difference is exit 1.")
 def main(

@@ -130,6 +130,16 @@ def test_smaller_caches_answer_alike(model, tokenizer, prompts, dtype, kv_cache_
     assert tokenizer.decode(seq.generated) == PARIS
 
 
+@pytest.mark.ptx
+def test_interpreted_kernels_answer_like_a_dense_run(run):
+    """Prefill and decode of every layer."""
+    options = ("--backend", "ptx", "--dtype", "bfloat16", "--max-new-tokens", "2", "--check")
+    result = run("--prompt", "Say hi.", *options)
+    assert result.exit_code == 0, result.output
+    assert "text:   Hello there" in result.output
+    assert "2 of 2 tokens equal" in result.output
+
+
 def test_tokenizer_splits_digits_and_keeps_every_byte(tokenizer):
     text = "Größe 東京  12 + 345\n\n don't"
     token_ids = tokenizer.encode_chat(text)

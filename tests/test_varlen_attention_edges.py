@@ -20,12 +20,21 @@ def assert_states_equal(actual, expected):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
-def test_zero_times_nan(read_backend, rng, kv_cache_dtype, layout):
-    """A slot past the length gets weight 0, and 0 * NaN is NaN."""
-    arguments = cases.varlen(rng, [3, 16, 1, 20], [15, 16, 17, 31], kv_cache_dtype=kv_cache_dtype, layout=layout)
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"),
+    [("float16", "auto"), ("float16", "fp8_e4m3"), ("bfloat16", "fp8_e5m2"), ("float32", "auto")],
+)
+def test_zero_times_nan(read_backend, rng, dtype, kv_cache_dtype, layout):
+    """A slot past the length gets weight 0, and 0 * NaN is NaN. So is all of block 0, which no sequence has."""
+    formats = {"dtype": cases.FLOATS[dtype], "kv_cache_dtype": kv_cache_dtype}
+    arguments = cases.varlen(rng, [3, 16, 1, 20], [15, 16, 17, 31], layout=layout, **formats)
+    for name in "kv":
+        poison = cases.poisoned((1, *arguments[name].shape[1:]), arguments[name].dtype)
+        arguments[name] = np.concatenate([poison, arguments[name]])
+    arguments["block_table"] += (arguments["block_table"] >= 0) & (arguments["block_table"] < 2**31 - 1)
     clean = {name: cases.without_poison(arguments[name]) for name in ("k", "v")}
-    poisoned = cases.check_varlen(read_backend, arguments)
+    poisoned = cases.call_varlen(read_backend, arguments)
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in poisoned)
     assert_states_equal(poisoned, cases.call_varlen(read_backend, arguments, **clean))
 
 

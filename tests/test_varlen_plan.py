@@ -83,6 +83,14 @@ def test_each_stride_between_packs_must_be_aligned(name, axis):
     assert varlen_plan.varlen_instance(problem(given)).arguments[-1] == "false"
 
 
+def test_rows_that_end_inside_a_pack_are_not_aligned_wherever_they_begin():
+    """What follows them may be anything."""
+    given = arguments(kv_cache_dtype="fp8", head_size=40)
+    for name in "kv":
+        given[name] = aligned((4, 16, 2, 48), np.uint8)[..., :40]
+    assert varlen_plan.varlen_instance(problem(given)).arguments[-1] == "false"
+
+
 @pytest.mark.parametrize("head_size", [8, 40, 64, 128, 192, 256])
 @pytest.mark.parametrize("formats", [("float16", "auto"), ("bfloat16", "fp8"), ("float32", "auto")], ids="-".join)
 def test_shared_memory_fits_every_card(formats, head_size):
