@@ -32,7 +32,8 @@ class MmaMainloop {
 
  public:
   static constexpr int ROWS = 16 * WARPS, TILE_TOKENS = KEYS;
-  static constexpr int ACC_ROW = HEAD_SIZE;  // numbers between the accumulators of two rows that are left
+  // Numbers between the accumulators of two rows that are left: so many that rows written at once differ in banks.
+  static constexpr int ACC_ROW = HEAD_SIZE + ((IS_FP8 ? 16 : 8) - HEAD_SIZE % 32 + 32) % 32;
   static constexpr int RING_BYTES = STAGES * 2 * SIDE_PACKS * 16, ACC_BYTES = ROWS * ACC_ROW * 4;
   static constexpr int OFFSET_BYTES = 2 * KEYS * static_cast<int>(sizeof(typename FlashSequence<cache_t>::Row));
   static constexpr int SMEM_BYTES = (RING_BYTES > ACC_BYTES ? RING_BYTES : ACC_BYTES) + OFFSET_BYTES;
@@ -73,10 +74,18 @@ class MmaMainloop {
     for (int h = 0; h < 2; h++) {
       const int row = first_row() + 8 * h;
 #pragma unroll
-      for (int n = 0; n < FEATURES; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (feature_of_acc(n, i) < HEAD_SIZE) states_smem.at(row).acc[feature_of_acc(n, i)] = acc_[n][2 * h + i];
+      for (int n = 0; n < FEATURES; n += 2) {
+        const float *first = &acc_[n][2 * h], *second = &acc_[n + 1][2 * h];
+        float* target_smem = states_smem.at(row).acc + n * 8;
+        if constexpr (IS_FP8) {
+          if (n * 8 + column() * 4 < HEAD_SIZE)
+            *reinterpret_cast<float4*>(target_smem + column() * 4) = {first[0], second[0], first[1], second[1]};
+        } else {
+          if (n * 8 < HEAD_SIZE) *reinterpret_cast<float2*>(target_smem + column() * 2) = {first[0], first[1]};
+          if (n * 8 + 8 < HEAD_SIZE)
+            *reinterpret_cast<float2*>(target_smem + 8 + column() * 2) = {second[0], second[1]};
+        }
+      }
       const float exp_sum = over_columns(exp_sum_[h], [](float x, float y) { return x + y; });
       if (column() == 0) states_smem.at(row).set({max_logit_[h], exp_sum});
     }
@@ -261,11 +270,8 @@ class MmaMainloop {
 
   // ---- O += P V  [16, HEAD_SIZE] ------------------------------------------------------------------------------------
 
-  // Of a tile of 8 columns of O a lane holds two features: adjoining ones, or those that fp8 codes in pairs leave it.
-  static __device__ __forceinline__ int feature_of_acc(int n, int i) {
-    return IS_FP8 ? n / 2 * 16 + column() * 4 + i * 2 + n % 2 : n * 8 + column() * 2 + i;
-  }
-
+  // Of two tiles of 8 columns of O a lane holds four features: two that adjoin of each, or with fp8, whose codes come
+  // in pairs, four that adjoin, the even ones in the first tile.
   __device__ __forceinline__ void multiply_values(int32_t tile, const float (&weights)[COLUMNS][4]) {
     const cache_t* values_smem = side_smem(tile, true);
 #pragma unroll

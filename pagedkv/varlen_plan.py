@@ -102,7 +102,8 @@ def _shared_bytes(problem: Attention) -> int:
     if problem.query.dtype == FLOAT32:
         return rows * (head_size + keys) * 4
     ring = STAGES * 2 * keys * -(-head_size // 16) * 16 * problem.cache.format.itemsize
-    return max(ring, rows * head_size * 4) + 2 * keys * ROW_BYTES
+    acc_row = head_size + ((16 if is_fp8(problem.cache.format) else 8) - head_size) % 32
+    return max(ring, rows * acc_row * 4) + 2 * keys * ROW_BYTES
 
 
 def _is_aligned(problem: Attention) -> bool:

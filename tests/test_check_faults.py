@@ -192,6 +192,12 @@ def plant(tmp_path, monkeypatch):
 
 
 KERNEL_FAULTS = {
+    "keys to the left of a window": (
+        VARLEN,
+        ("query_tiles.cuh", "left < 0 || left >= at ? 0 : at - left", "0"),
+        "",
+        ["left"],
+    ),
     "a merge that looks at what an empty side holds": (
         MERGE,
         ("merge.cu", "if (has_suffix)", ""),

@@ -7,7 +7,7 @@ from cases import FLOATS
 from test_decode_plan import aligned, off_by
 
 import pagedkv
-from pagedkv import validate, varlen_plan
+from pagedkv import ptx_ops, validate, varlen_plan
 
 SIZES = {"tokens": 40, "seqs": 3, "heads": 4, "kv_heads": 2, "head_size": 64, "block_size": 16, "columns": 5}
 
@@ -228,3 +228,24 @@ def test_fewer_ctas_than_bounds_allow_do_the_same(ptx_backend, rng):
     expected = cases.call_varlen(ptx_backend, given)
     for got, want in zip(cases.call_varlen(ptx_backend, given, max_seqlen_q=33), expected, strict=True):
         cases.assert_same_bits(got, want)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize(
+    ("head_size", "kv_cache_dtype"),
+    [(32, "auto"), (40, "auto"), (64, "auto"), (112, "auto"), (128, "auto"), (32, "fp8"), (96, "fp8"), (128, "fp8")],
+)
+def test_tiles_move_through_shared_memory_without_bank_conflicts(ptx_backend, rng, head_size, kv_cache_dtype):
+    """Copies, the matrices of both products, and the accumulators that are left."""
+    given = cases.varlen(rng, [20], [70], head_size=head_size, kv_cache_dtype=kv_cache_dtype)
+    with ptx_ops.profiled() as profiles:
+        cases.call_varlen(ptx_backend, given)
+    (profile,) = profiles
+    moved = {"cp": "shared copy", "ldmatrix": "shared load", "st": "shared store"}
+    seen = set()
+    for (_, opcode), tally in profile.counters.tallies.items():
+        kind = moved.get(opcode[0])
+        if kind in tally.traffic:
+            seen.add(opcode[0])
+            assert tally.traffic[kind].units == tally.traffic[kind].ideal_units, opcode
+    assert seen >= {"ldmatrix", "st"}
