@@ -50,7 +50,15 @@ struct Results {
     float factor = v_scale;
     if (sinks != nullptr) factor *= state.merge({sink(head) * LOG2_E, 1.0f}).x;
     factor *= state.normalizer();
-    row.template write<IS_ALIGNED>(out + head * params.out_head_stride, factor);
+#pragma unroll
+    for (int i = 0; i < row.PACKS; i++) {
+      if (!row.is_there(i)) continue;
+      Pack<scalar_t, 4> pack;
+      const float4& numbers = row.packs[i];
+      pack.set(0, from_float<scalar_t>(numbers.x * factor)), pack.set(1, from_float<scalar_t>(numbers.y * factor));
+      pack.set(2, from_float<scalar_t>(numbers.z * factor)), pack.set(3, from_float<scalar_t>(numbers.w * factor));
+      store_elements<IS_ALIGNED>(out + head * params.out_head_stride + row.feature(i), pack);
+    }
     if (lse != nullptr && threadIdx.x % 32 == 0) lse[head * params.lse_head_stride] = state.lse();
   }
 
