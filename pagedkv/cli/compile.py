@@ -1,8 +1,11 @@
 """``pagedkv compile``: every kernel instance of the list, what it takes of a multiprocessor, and whether it spills."""
 
 import json
+import os
 import re
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +75,24 @@ def compile_command(ctx: click.Context, archs: tuple[str, ...], as_json: bool) -
     """
     if machine.nvrtc_version() is None:
         raise ImportError(nvrtc.MISSING)
-    outcomes = []
-    for arch in archs or (own_arch() or DEFAULT_ARCH,):
-        for instance in INSTANCES:
-            outcomes.append(compile_one(instance, arch))
-            if not as_json:
-                click.echo((_heading() if len(outcomes) == 1 else "") + _line(outcomes[-1]))
-    warmed = _warm()
-    click.echo(json.dumps([_record(outcome) for outcome in outcomes], indent=2) if as_json else _end(outcomes, warmed))
+    start, outcomes = time.perf_counter(), []
+    for outcome in _compile_all(archs or (own_arch() or DEFAULT_ARCH,)):
+        outcomes.append(outcome)
+        if not as_json:
+            click.echo((_heading() if len(outcomes) == 1 else "") + _line(outcome))
+    seconds, warmed = time.perf_counter() - start, _warm()
+    records = [_record(outcome) for outcome in outcomes]
+    click.echo(json.dumps(records, indent=2) if as_json else _end(outcomes, seconds, warmed))
     ctx.exit(0 if all(outcome.ok for outcome in outcomes) else 1)
+
+
+def _compile_all(archs: tuple[str, ...]) -> Iterator[Outcome]:
+    """In the order of the list, a thread for each core: NVRTC works without Python's lock."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield from pool.map(compile_one, INSTANCES * len(archs), [arch for arch in archs for _ in INSTANCES])
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error nothing more is begun
 
 
 def own_arch() -> str | None:
@@ -132,9 +144,9 @@ def _line(outcome: Outcome) -> str:
     return TABLE.row(row) + log
 
 
-def _end(outcomes: list[Outcome], warmed: str | None) -> str:
+def _end(outcomes: list[Outcome], seconds: float, warmed: str | None) -> str:
     failed, spilling = (sum(o.verdict == verdict for o in outcomes) for verdict in ("FAILED", "SPILLS"))
-    lines = ["", f"{len(outcomes)} compiled in {sum(outcome.seconds for outcome in outcomes):.1f} s"]
+    lines = ["", f"{len(outcomes)} compiled in {seconds:.1f} s"]
     if failed or spilling:
         lines[-1] = f"{failed} of {len(outcomes)} failed to compile, {spilling} spill where none may"
     if warmed:
