@@ -12,7 +12,6 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PTX = pytest.param("ptx", marks=pytest.mark.ptx)
 BACKENDS = ["numpy", PTX, CUDA]
 READ_BACKENDS = ["numpy", PTX]
-MERGE_BACKENDS = ["numpy", PTX]
 DECODE_OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 
 
@@ -104,14 +103,7 @@ def backend(request):
 
 @pytest.fixture(params=READ_BACKENDS)
 def read_backend(request):
-    """`backend`, for the ops that no kernel serves yet."""
-    with pagedkv.use_backend(request.param):
-        yield make_backend(request.param)
-
-
-@pytest.fixture(params=MERGE_BACKENDS)
-def merge_backend(request):
-    """`backend`, for `merge_attn_states`."""
+    """`backend`, for the ops that have no kernel on a card yet."""
     with pagedkv.use_backend(request.param):
         yield make_backend(request.param)
 

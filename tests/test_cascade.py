@@ -20,6 +20,11 @@ def batch(rng, query_lens=QUERY_LENS, suffix_lens=SUFFIX_LENS, prefix_len=PREFIX
     return arguments | {"common_prefix_len": prefix_len}
 
 
+def whole(arguments):
+    """The same call without a prefix."""
+    return {name: value for name, value in arguments.items() if name != "common_prefix_len"}
+
+
 def call(backend, arguments, **options):
     given = cases.put_all(backend, arguments | options)
     return tuple(backend.get(array) for array in pagedkv.cascade_attention(**given, return_softmax_lse=True))
@@ -28,8 +33,7 @@ def call(backend, arguments, **options):
 def check(backend, arguments, **options):
     """Within rounding: the two parts are rounded to the query's dtype before they are merged, hence float32."""
     result = call(backend, arguments, **options)
-    whole = {name: value for name, value in (arguments | options).items() if name != "common_prefix_len"}
-    cases.assert_state_close(result, oracle.varlen_attention, whole | {"causal": True})
+    cases.assert_state_close(result, oracle.varlen_attention, whole(arguments | options) | {"causal": True})
     return result
 
 
@@ -52,8 +56,7 @@ def test_dtypes(read_backend, rng, dtype, kv_cache_dtype):
     """Each part is rounded once more than the whole."""
     arguments = batch(rng, dtype=cases.FLOATS[dtype], kv_cache_dtype=kv_cache_dtype)
     out, lse = call(read_backend, arguments)
-    whole = {name: value for name, value in arguments.items() if name != "common_prefix_len"} | {"causal": True}
-    exact_out, exact_lse = oracle.varlen_attention(**whole)
+    exact_out, exact_lse = oracle.varlen_attention(**whole(arguments), causal=True)
     assert out.dtype == cases.FLOATS[dtype]
     eps = float(cases.ml_dtypes.finfo(cases.FLOATS[dtype]).eps)
     assert np.max(cases.relative_l2(out, exact_out)) < 3 * eps
@@ -62,8 +65,7 @@ def test_dtypes(read_backend, rng, dtype, kv_cache_dtype):
 
 def test_without_a_prefix_it_is_the_plain_call(read_backend, rng):
     arguments = batch(rng, prefix_len=0)
-    plain = {name: value for name, value in arguments.items() if name != "common_prefix_len"}
-    expected = cases.call_varlen(read_backend, plain, causal=True)
+    expected = cases.call_varlen(read_backend, whole(arguments), causal=True)
     for got, want in zip(call(read_backend, arguments), expected, strict=True):
         cases.assert_same_bits(got, want)
 

@@ -31,29 +31,29 @@ def check_merge(backend, arguments):
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS.values(), ids=cases.FLOATS)
-def test_dtypes(merge_backend, rng, dtype):
-    out, _ = check_merge(merge_backend, states(rng, dtype=dtype))
+def test_dtypes(read_backend, rng, dtype):
+    out, _ = check_merge(read_backend, states(rng, dtype=dtype))
     assert out.dtype == dtype
 
 
 @pytest.mark.parametrize(("num_heads", "head_size"), [(1, 8), (5, 64), (71, 72), (8, 256)])
-def test_head_sizes(merge_backend, rng, num_heads, head_size):
-    check_merge(merge_backend, states(rng, num_heads=num_heads, head_size=head_size))
+def test_head_sizes(read_backend, rng, num_heads, head_size):
+    check_merge(read_backend, states(rng, num_heads=num_heads, head_size=head_size))
 
 
-def test_no_tokens(merge_backend, rng):
-    out, lse = check_merge(merge_backend, states(rng, num_tokens=0))
+def test_no_tokens(read_backend, rng):
+    out, lse = check_merge(read_backend, states(rng, num_tokens=0))
     assert out.shape == (0, 3, 40)
     assert lse.shape == (3, 0)
 
 
 @pytest.mark.parametrize("infinity", [-np.inf, np.inf])
-def test_one_side_empty(merge_backend, rng, infinity):
+def test_one_side_empty(read_backend, rng, infinity):
     """An LSE of -inf, or of +inf, says that a side has no key: the other side passes through with every bit."""
     arguments = states(rng)
     arguments["prefix_lse"][:, 0] = infinity
     arguments["suffix_lse"][:, 1] = infinity
-    out, lse = check_merge(merge_backend, arguments)
+    out, lse = check_merge(read_backend, arguments)
     cases.assert_same_bits(out[0], arguments["suffix_output"][0])
     cases.assert_same_bits(out[1], arguments["prefix_output"][1])
     cases.assert_same_bits(lse[:, 0], arguments["suffix_lse"][:, 0])
@@ -62,106 +62,106 @@ def test_one_side_empty(merge_backend, rng, infinity):
 
 @pytest.mark.parametrize("suffix", [-np.inf, np.inf])
 @pytest.mark.parametrize("prefix", [-np.inf, np.inf])
-def test_both_sides_empty(merge_backend, rng, prefix, suffix):
+def test_both_sides_empty(read_backend, rng, prefix, suffix):
     arguments = states(rng)
     arguments["prefix_lse"][1, 2], arguments["suffix_lse"][1, 2] = prefix, suffix
-    out, lse = check_merge(merge_backend, arguments)
+    out, lse = check_merge(read_backend, arguments)
     assert not out[2, 1].any()
     assert lse[1, 2] == -np.inf
 
 
 @pytest.mark.parametrize("infinity", [-np.inf, np.inf])
-def test_the_output_of_an_empty_side_is_never_read(merge_backend, rng, infinity):
+def test_the_output_of_an_empty_side_is_never_read(read_backend, rng, infinity):
     """It may be memory that nobody wrote: a weight of 0 does not save a NaN."""
     arguments = states(rng)
     arguments["prefix_lse"][:, [0, 2]] = infinity
     arguments["suffix_lse"][:, [1, 2]] = infinity
     arguments["prefix_output"][[0, 2]] = np.nan
     arguments["suffix_output"][[1, 2]] = np.nan
-    out, _ = check_merge(merge_backend, arguments)
+    out, _ = check_merge(read_backend, arguments)
     assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("offset", [6e4, -6e4])
-def test_magnitude_of_lses(merge_backend, rng, offset):
+def test_magnitude_of_lses(read_backend, rng, offset):
     """Only the difference of two LSEs may be exponentiated."""
     arguments = states(rng)
     for name in ("prefix_lse", "suffix_lse"):
         arguments[name] = (np.round(arguments[name] * 16) / 16 + np.float32(offset)).astype(np.float32)
-    check_merge(merge_backend, arguments)
+    check_merge(read_backend, arguments)
 
 
-def test_lses_far_apart(merge_backend, rng):
+def test_lses_far_apart(read_backend, rng):
     arguments = states(rng)
     arguments["prefix_lse"][0], arguments["suffix_lse"][0] = 500, -500
     arguments["prefix_lse"][1], arguments["suffix_lse"][1] = -1e38, 1e38
-    out, lse = check_merge(merge_backend, arguments)
+    out, lse = check_merge(read_backend, arguments)
     cases.assert_same_bits(out[:, 0], arguments["prefix_output"][:, 0])
     cases.assert_same_bits(out[:, 1], arguments["suffix_output"][:, 1])
     np.testing.assert_array_equal(lse[:2], [[500] * 7, [np.float32(1e38)] * 7])
 
 
-def test_equal_lses_give_the_mean_and_add_the_natural_log_of_2(merge_backend, rng):
+def test_equal_lses_give_the_mean_and_add_the_natural_log_of_2(read_backend, rng):
     arguments = states(rng, dtype=np.float32)
     arguments["suffix_lse"] = arguments["prefix_lse"].copy()
-    out, lse = check_merge(merge_backend, arguments)
+    out, lse = check_merge(read_backend, arguments)
     np.testing.assert_allclose(out, (arguments["prefix_output"] + arguments["suffix_output"]) / 2, atol=1e-6)
     np.testing.assert_allclose(lse, arguments["prefix_lse"] + np.log(2), rtol=1e-6, atol=1e-6)
 
 
-def test_transposed_lse_views(merge_backend, rng):
+def test_transposed_lse_views(read_backend, rng):
     arguments = states(rng)
-    expected = merge(merge_backend, arguments)
-    on_backend = cases.put_all(merge_backend, arguments)
+    expected = merge(read_backend, arguments)
+    on_backend = cases.put_all(read_backend, arguments)
     for name in ("prefix_lse", "suffix_lse"):
-        on_backend[name] = merge_backend.put(np.ascontiguousarray(arguments[name].T)).T
-    lse_out = merge_backend.put(np.zeros((7, 3), np.float32)).T
+        on_backend[name] = read_backend.put(np.ascontiguousarray(arguments[name].T)).T
+    lse_out = read_backend.put(np.zeros((7, 3), np.float32)).T
     for got, want in zip(pagedkv.merge_attn_states(**on_backend, lse_out=lse_out), expected, strict=True):
-        cases.assert_same_bits(merge_backend.get(got), want)
-    cases.assert_same_bits(merge_backend.get(lse_out), expected[1])
+        cases.assert_same_bits(read_backend.get(got), want)
+    cases.assert_same_bits(read_backend.get(lse_out), expected[1])
 
 
-def test_strided_heads(merge_backend, rng):
+def test_strided_heads(read_backend, rng):
     """Outputs as head ranges of wider tensors, each with strides of its own; what lies between stays as it was."""
     arguments = states(rng)
-    expected = merge(merge_backend, arguments)
-    on_backend = cases.put_all(merge_backend, arguments)
+    expected = merge(read_backend, arguments)
+    on_backend = cases.put_all(read_backend, arguments)
     for extra, name in enumerate(("prefix_output", "suffix_output"), start=1):
         wide = np.full((7, 3 + extra, 40), np.nan, np.float16)
         wide[:, extra:] = arguments[name]
-        on_backend[name] = merge_backend.put(wide)[:, extra:]
-    wide_out = merge_backend.put(np.full((7, 6, 40), 7, np.float16))
+        on_backend[name] = read_backend.put(wide)[:, extra:]
+    wide_out = read_backend.put(np.full((7, 6, 40), 7, np.float16))
     for got, want in zip(pagedkv.merge_attn_states(**on_backend, out=wide_out[:, :3]), expected, strict=True):
-        cases.assert_same_bits(merge_backend.get(got), want)
-    assert np.all(merge_backend.get(wide_out)[:, 3:] == 7)
+        cases.assert_same_bits(read_backend.get(got), want)
+    assert np.all(read_backend.get(wide_out)[:, 3:] == 7)
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
 @pytest.mark.parametrize("name", ["prefix_output", "suffix_output", "out"])
-def test_unaligned_base_pointers(merge_backend, rng, name, offset):
+def test_unaligned_base_pointers(read_backend, rng, name, offset):
     arguments = states(rng)
-    expected = merge(merge_backend, arguments)
-    on_backend = cases.put_all(merge_backend, arguments | {"out": np.full((7, 3, 40), 7, np.float16)})
+    expected = merge(read_backend, arguments)
+    on_backend = cases.put_all(read_backend, arguments | {"out": np.full((7, 3, 40), 7, np.float16)})
     room = np.zeros(7 * 3 * 40 + offset, np.float16)
-    room[offset:] = merge_backend.get(on_backend[name]).ravel()
-    on_backend[name] = merge_backend.put(room)[offset:].reshape(7, 3, 40)
+    room[offset:] = read_backend.get(on_backend[name]).ravel()
+    on_backend[name] = read_backend.put(room)[offset:].reshape(7, 3, 40)
     for got, want in zip(pagedkv.merge_attn_states(**on_backend), expected, strict=True):
-        cases.assert_same_bits(merge_backend.get(got), want)
+        cases.assert_same_bits(read_backend.get(got), want)
 
 
-def test_out_and_lse_out_are_filled(merge_backend, rng):
+def test_out_and_lse_out_are_filled(read_backend, rng):
     arguments = states(rng)
-    expected = merge(merge_backend, arguments)
-    buffers = [merge_backend.put(np.full_like(array, np.nan)) for array in expected]
-    merge(merge_backend, arguments, out=buffers[0], lse_out=buffers[1])
+    expected = merge(read_backend, arguments)
+    buffers = [read_backend.put(np.full_like(array, np.nan)) for array in expected]
+    merge(read_backend, arguments, out=buffers[0], lse_out=buffers[1])
     for buffer, want in zip(buffers, expected, strict=True):
-        cases.assert_same_bits(merge_backend.get(buffer), want)
+        cases.assert_same_bits(read_backend.get(buffer), want)
 
 
-def test_inputs_are_left_alone(merge_backend, rng):
+def test_inputs_are_left_alone(read_backend, rng):
     arguments = states(rng)
     before = {name: array.copy() for name, array in arguments.items()}
-    merge(merge_backend, arguments)
+    merge(read_backend, arguments)
     for name, array in arguments.items():
         cases.assert_same_bits(array, before[name])
 
@@ -199,22 +199,22 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(merge_backend, rng, mistake):
+def test_mistakes(read_backend, rng, mistake):
     (name, function), error = MISTAKES[mistake]
     arguments = {**states(rng), "out": np.full((7, 3, 40), 7, np.float16)}
     wrong = {**arguments, name: function(arguments.get(name))}
     with pytest.raises(error, match=rf"^{name}: "):
-        merge(merge_backend, wrong)
+        merge(read_backend, wrong)
     assert np.all(arguments["out"] == 7)
 
 
 @pytest.mark.parametrize("target", ["out", "lse_out"])
-def test_read_only_outputs(merge_backend, rng, target):
-    if merge_backend.name == "cuda":
+def test_read_only_outputs(read_backend, rng, target):
+    if read_backend.name == "cuda":
         pytest.skip("CuPy has no read-only arrays")
     arguments = states(rng)
     locked = {"out": np.zeros((7, 3, 40), np.float16), "lse_out": np.zeros((3, 7), np.float32)}[target]
     locked.flags.writeable = False
     with pytest.raises(ValueError, match=rf"^{target}: "):
-        merge(merge_backend, arguments, **{target: locked})
+        merge(read_backend, arguments, **{target: locked})
     assert not locked.any()
