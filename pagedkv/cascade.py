@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from .arrays import ArrayView, empty, view
-from .checks import check_choice, check_count, check_ndim, wrong
+from .checks import check_choice, check_ndim, check_size, wrong
 from .dtypes import FLOAT32
 from .layout import FLASH_LAYOUTS
 from .ops import flash_attn_varlen_func, merge_attn_states
@@ -52,9 +52,7 @@ def cascade_attention(
     table, lens = view(block_table, "block_table"), view(seqused_k, "seqused_k")
     check_ndim(table, "block_table", "num_seqs max_blocks")
     check_ndim(lens, "seqused_k", "num_seqs")
-    if common_prefix_len is None:
-        raise TypeError(wrong("common_prefix_len", "an integer", None))
-    prefix_len = check_count(common_prefix_len, "common_prefix_len", minimum=0, none=0)
+    prefix_len = check_size(common_prefix_len, "common_prefix_len", minimum=0)
     shared = {"softmax_scale": softmax_scale, "softcap": softcap, "kv_cache_dtype": kv_cache_dtype, "layout": layout}
     shared |= {"k_descale": k_descale, "v_descale": v_descale}
     results = {"out": out, "lse_out": lse_out}
@@ -65,7 +63,7 @@ def cascade_attention(
         return flash_attn_varlen_func(q, k, v, causal=True, **own, **shared, **results)
 
     num_blocks = _whole_blocks(prefix_len, view(k, "k"), layout, table.shape[1])
-    _check_queries_come_after(prefix_len, cu_seqlens_q, seqused_k)
+    _check_queries_come_after(prefix_len, view(cu_seqlens_q, "cu_seqlens_q"), lens)
     of_prefix = {
         "cu_seqlens_q": cu_seqlens_q[::num_seqs],  # its first entry and its last
         "seqused_k": seqused_k[:1] * 0 + prefix_len,
@@ -105,8 +103,7 @@ def _whole_blocks(prefix_len: int, cache: ArrayView, layout: str, most: int) -> 
     return prefix_len // block_size
 
 
-def _check_queries_come_after(prefix_len: int, cu_seqlens_q: Any, seqused_k: Any) -> None:
-    starts, lens = view(cu_seqlens_q, "cu_seqlens_q"), view(seqused_k, "seqused_k")
+def _check_queries_come_after(prefix_len: int, starts: ArrayView, lens: ArrayView) -> None:
     if not (starts.on_host and lens.on_host) or starts.shape != (lens.shape[0] + 1,):
         return  # on a device nobody reads them; a wrong shape is for the op to tell
     earliest = int((lens.numpy().astype(int) - (starts.numpy()[1:].astype(int) - starts.numpy()[:-1])).min())

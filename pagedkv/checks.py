@@ -100,6 +100,13 @@ def check_count(value: Any, name: str, *, minimum: int, none: int | None, maximu
     return int(value)
 
 
+def check_size(value: Any, name: str, *, minimum: int) -> int:
+    """``value`` as an int that is there; TypeError for None too."""
+    if value is None:
+        raise TypeError(wrong(name, "an integer", None))
+    return check_count(value, name, minimum=minimum, none=None)
+
+
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
     """ValueError unless ``value`` is one of the strings."""
     if not isinstance(value, str) or value not in choices:

@@ -10,10 +10,10 @@ import numpy as np
 from .arrays import ArrayView
 from .dtypes import CUDA_NAMES, FLOAT32, is_fp8
 from .kernels import Instance
-from .launch import LARGEST_GRID, Launch, as_bytes, element_of
-from .layout import PACK_BYTES
+from .launch import LARGEST_GRID, Launch, as_bytes
 from .params import DECODE_PARAMS
-from .problem import Attention, Scale
+from .problem import Attention
+from .read_plan import are_aligned, check_addresses, result_fields, scale_arrays, score_fields
 from .workspace import MOST_CTAS, MOST_ROWS, partials_nbytes
 
 CTAS_PER_SM = 2
@@ -40,7 +40,9 @@ class DecodeLaunch:
 
 def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     """v1 has one CTA per unit, v2 one per partition or, without a partition size, an equal share of all tiles each."""
-    _check_addresses(problem)
+    cache = problem.cache
+    named = {"query": problem.query, "key_cache": cache.key, "value_cache": cache.value, "sinks": problem.options.sinks}
+    check_addresses(problem, named | {"block_tables": problem.block_table, "seq_lens": problem.seq_lens})
     instance = decode_instance(problem)
     *_, heads, warps, tiles_ahead, _ = instance.arguments
     shape = problem.cache.shape
@@ -54,21 +56,6 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     launch = Launch(instance, (division.ctas,), warps * 32, params, shared)
     workspace_bytes = partials_nbytes(1, division.num_states, shape.head_size, 1)
     return DecodeLaunch(launch, workspace_bytes, units.count if division.num_states else 0)
-
-
-def _check_addresses(problem: Attention) -> None:
-    """ValueError for an array that does not begin with an element, or a workspace that does not with a pack."""
-    cache, options = problem.cache, problem.options
-    named = {"query": problem.query, "key_cache": cache.key, "value_cache": cache.value, "out": problem.out}
-    named |= {"block_tables": problem.block_table, "seq_lens": problem.seq_lens, "lse_out": problem.lse_out}
-    named |= {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
-    named |= {scale.name: scale.array for scale in (cache.k_scale, cache.v_scale)}
-    for name, array in named.items():
-        if array is not None:
-            element_of(array, name)
-    if problem.workspace is not None and problem.workspace.pointer % PACK_BYTES:
-        expected = f"an address that is a multiple of {PACK_BYTES}"
-        raise ValueError(f"workspace: expected {expected}, got {problem.workspace.pointer}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +126,9 @@ def decode_instance(problem: Attention) -> Instance:
     shape = problem.cache.shape
     group = problem.num_heads // shape.num_kv_heads
     sizes = (shape.head_size, shape.block_size, group)
-    return decode_instance_for(problem.query.dtype, problem.cache.format, *sizes, is_aligned=_is_aligned(problem))
+    return decode_instance_for(
+        problem.query.dtype, problem.cache.format, *sizes, is_aligned=are_aligned(problem, cache_axes=2)
+    )
 
 
 def decode_instance_for(
@@ -170,16 +159,6 @@ def _scan_bytes(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: 
     return (2 * tiles_ahead + 1) * stage + (0 if accumulators <= stage else accumulators)
 
 
-def _is_aligned(problem: Attention) -> bool:
-    """Whether every pack of 16 bytes begins at a multiple of 16."""
-    cache = problem.cache
-    arrays = [(array, array.strides[:2]) for array in (problem.query, problem.out, cache.key, cache.value)]
-    return all(
-        array.pointer % PACK_BYTES == 0 and all(stride * array.dtype.itemsize % PACK_BYTES == 0 for stride in strides)
-        for array, strides in arrays
-    )
-
-
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
@@ -187,30 +166,21 @@ def decode_arrays(problem: Attention) -> list[ArrayView | None]:
     """The kernel's pointer parameters in order but for workspace and counters, None for a null pointer."""
     cache, options = problem.cache, problem.options
     arrays = [problem.query, cache.key, cache.value, problem.block_table, problem.seq_lens]
-    scales = [cache.k_scale.array, cache.v_scale.array] if is_fp8(cache.format) else [None, None]
-    arrays += [options.alibi_slopes, options.sinks, *scales]
+    arrays += [options.alibi_slopes, options.sinks, *scale_arrays(cache)]
     return [*arrays, problem.out, problem.lse_out]
 
 
 def _params(problem: Attention, units_per_kv_head: int, units: Units, division: Division) -> np.ndarray:
     cache, options, shape = problem.cache, problem.options, problem.cache.shape
-    k_scale, v_scale = (scale_fields(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
     left, _ = options.window
     fields = (
         *problem.query.strides[:2],
         *(stride for side in (cache.key_strides, cache.value_strides) for stride in (side.block, side.head)),
         *problem.block_table.strides,
         *problem.seq_lens.strides,
-        *problem.out.strides[:2],
-        *((0, 0) if problem.lse_out is None else problem.lse_out.strides),
-        *(0 if array is None else array.strides[0] for array in (options.alibi_slopes, options.sinks)),
+        *result_fields(problem),
         division.num_states,
-        options.scale,
-        options.softcap,
-        k_scale[0],
-        v_scale[0],
-        k_scale[1],
-        v_scale[1],
+        *score_fields(problem),
         problem.num_seqs,
         problem.num_heads // shape.num_kv_heads,
         units_per_kv_head,
@@ -225,10 +195,3 @@ def _params(problem: Attention, units_per_kv_head: int, units: Units, division: 
         options.sinks is not None and options.sinks.dtype == FLOAT32,
     )
     return as_bytes(fields, DECODE_PARAMS)
-
-
-def scale_fields(scale: Scale, cache_format: np.dtype) -> tuple[float, int]:
-    """Value and stride between heads. What is not quantised has no scale."""
-    if not is_fp8(cache_format):
-        return 1.0, 0
-    return scale.value, scale.array.strides[0] if scale.per_head else 0

@@ -8,9 +8,10 @@ import numpy as np
 from .decode_plan import decode_instance_for
 from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32, FLOATS
 from .kernels import Instance
+from .launch import widest_vec
 from .merge_plan import merge_instance_for
 from .varlen_plan import merge_splits_instance_for, varlen_instance_for
-from .write_plan import flash_write_instance_for, packed_write_instance_for, widest_vec
+from .write_plan import flash_write_instance_for, packed_write_instance_for
 
 MAX_INSTANCES = 80
 BLOCK_SIZE = 16

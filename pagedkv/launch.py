@@ -1,11 +1,13 @@
 """One kernel launch as plain data: what the planning modules make and the backends run. Needs no CuPy."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from .arrays import ArrayView
 from .kernels import Instance
+from .layout import PACK_BYTES
 
 LARGEST_GRID = 2**31 - 1
 
@@ -33,3 +35,20 @@ def element_of(array: ArrayView, name: str) -> int:
         expected = f"an address that is a multiple of {array.dtype.itemsize}"
         raise ValueError(f"{name}: expected {expected}, got {array.pointer}")
     return element
+
+
+def widest_vec(dtype: np.dtype) -> int:
+    """Elements of a full pack."""
+    return PACK_BYTES // dtype.itemsize
+
+
+def common_vec(arrays: list[ArrayView], elements: list[int]) -> int:
+    """Elements of the first array's dtype that a thread moves at once: as many as a pack holds and as divide both
+    ``elements`` and every stride but those of the last axes."""
+    strides = [
+        stride
+        for array in arrays
+        for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True)
+        if size > 1
+    ]
+    return math.gcd(widest_vec(arrays[0].dtype), *elements, *strides)

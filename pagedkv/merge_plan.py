@@ -3,15 +3,12 @@
 Needs no CuPy: the backends that run kernels and the list of instances that CI compiles share it.
 """
 
-import math
-
 import numpy as np
 
 from .arrays import ArrayView
 from .dtypes import CUDA_NAMES
 from .kernels import Instance
-from .launch import LARGEST_GRID, Launch, as_bytes, element_of
-from .layout import PACK_BYTES
+from .launch import LARGEST_GRID, Launch, as_bytes, common_vec, element_of
 from .params import MERGE_PARAMS, fast_divisor
 from .problem import MergeStates
 
@@ -43,14 +40,8 @@ def merge_instance(problem: MergeStates) -> Instance:
     lses = {"prefix_lse": problem.prefix_lse, "suffix_lse": problem.suffix_lse, "lse_out": problem.lse_out}
     for name, array in lses.items():
         element_of(array, name)
-    strides = [
-        stride
-        for array in outputs.values()
-        for size, stride in zip(array.shape[:2], array.strides[:2], strict=True)
-        if size > 1
-    ]
-    sizes = (problem.out.shape[2], *elements, *strides)
-    return merge_instance_for(problem.out.dtype, math.gcd(PACK_BYTES // problem.out.dtype.itemsize, *sizes))
+    elements.append(problem.out.shape[2])
+    return merge_instance_for(problem.out.dtype, common_vec(list(outputs.values()), elements))
 
 
 def merge_instance_for(dtype: np.dtype, vec: int) -> Instance:

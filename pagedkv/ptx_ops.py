@@ -38,7 +38,7 @@ def reshape_and_cache(problem: CacheWrite) -> None:
 
 
 def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> None:
-    slots = view(problem.slot_mapping.numpy().astype(np.int64, copy=False), "slot_mapping")
+    slots = _as(np.int64, problem.slot_mapping)
     indices.check_slots(problem, slots.numpy())
     indices.check_scales(problem.cache, ArrayView.numpy)
     if problem.num_tokens == 0:
@@ -58,19 +58,14 @@ def paged_attention_v2(problem: Attention) -> None:
 
 
 def _decode(problem: Attention) -> None:
-    lens = problem.seq_lens.numpy()
-    tables = problem.block_table.numpy()
     indices.check_scales(problem.cache, ArrayView.numpy)
-    indices.check_attention(problem, tables, lens, None)
+    indices.check_attention(problem, problem.block_table.numpy(), problem.seq_lens.numpy(), None)
     if problem.num_seqs == 0:
         return
-    tables, lens = (view(array.astype(np.int32, copy=False), "indices") for array in (tables, lens))
+    tables, lens = (_as(np.int32, array) for array in (problem.block_table, problem.seq_lens))
     problem = replace(problem, block_table=tables, seq_lens=lens)
     planned = plan_decode(problem, NUM_SMS)
-    workspace = problem.workspace
-    if workspace is None and planned.workspace_bytes:
-        # What it holds is garbage on purpose: kernels read no more than they have written.
-        workspace = view(aligned_garbage(planned.workspace_bytes), "workspace")
+    workspace = _workspace(problem, planned.workspace_bytes)
     counters = view(np.zeros(planned.num_counters, np.int32), "counters") if planned.num_counters else None
     launch(planned.launch, [*decode_arrays(problem), workspace, counters])
     assert counters is None or not counters.numpy().any(), "counters are zero again"
@@ -83,12 +78,10 @@ def flash_attn_varlen_func(problem: Attention) -> None:
     indices.check_attention(problem, *(array.numpy() for array in arrays))
     if problem.query.shape[0] == 0 or problem.num_seqs == 0:
         return
-    table, lens, starts = (view(array.numpy().astype(np.int32, copy=False), "indices") for array in arrays)
+    table, lens, starts = (_as(np.int32, array) for array in arrays)
     problem = replace(problem, block_table=table, seq_lens=lens, query_start_loc=starts)
     planned = plan_varlen(problem)
-    workspace = problem.workspace
-    if workspace is None and planned.workspace_bytes:
-        workspace = view(aligned_garbage(planned.workspace_bytes), "workspace")
+    workspace = _workspace(problem, planned.workspace_bytes)
     launch(planned.launch, [*varlen_arrays(problem), workspace])
     if planned.merge is not None:
         launch(planned.merge, merge_split_arrays(problem, workspace))
@@ -106,6 +99,17 @@ def warmup(launches: list[Launch], device: int | None) -> None:
         raise ValueError(f"device: expected None, the interpreter runs on the host, got {device}")
     for planned in launches:
         _kernel(planned.instance)
+
+
+def _as(dtype: type, array: ArrayView) -> ArrayView:
+    return view(array.numpy().astype(dtype, copy=False), "indices")
+
+
+def _workspace(problem: Attention, nbytes: int) -> ArrayView | None:
+    """The caller's or a new one, which holds garbage on purpose: kernels read no more than they have written."""
+    if problem.workspace is None and nbytes:
+        return view(aligned_garbage(nbytes), "workspace")
+    return problem.workspace
 
 
 def aligned_garbage(nbytes: int) -> np.ndarray:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import ArrayView
-from .decode_plan import scale_fields
 from .dtypes import CUDA_NAMES, FLOAT32, is_fp8
 from .kernels import Instance
-from .launch import LARGEST_GRID, Launch, as_bytes, element_of
+from .launch import LARGEST_GRID, Launch, as_bytes
 from .layout import PACK_BYTES
 from .params import VARLEN_PARAMS, fast_divisor
 from .problem import Attention
+from .read_plan import are_aligned, check_addresses, result_fields, scale_arrays, score_fields
 from .workspace import partials_nbytes
 
 WARPS = 4
@@ -37,12 +37,14 @@ class VarlenLaunch:
 
 def plan_varlen(problem: Attention) -> VarlenLaunch:
     """A CTA for each tile of queries, kv head and split; as many tiles as lengths may come to."""
-    _check_addresses(problem)
+    cache = problem.cache
+    named = {"q": problem.query, "k": cache.key, "v": cache.value, "s_aux": problem.options.sinks}
+    named |= {"block_table": problem.block_table, "seqused_k": problem.seq_lens}
+    check_addresses(problem, named | {"cu_seqlens_q": problem.query_start_loc})
     instance = varlen_instance(problem)
     num_tokens, num_heads, head_size = problem.query.shape
     splits = max(1, problem.num_splits)
-    num_kv_heads = problem.cache.shape.num_kv_heads
-    ctas = _most_tiles(problem) * num_kv_heads * splits
+    ctas = _most_tiles(problem) * cache.shape.num_kv_heads * splits
     num_states = num_tokens * num_heads * splits if splits > 1 else 0
     merging = -(-num_tokens * num_heads * 32 // MERGE_THREADS)
     if max(ctas, merging) > LARGEST_GRID:
@@ -109,27 +111,7 @@ def _shared_bytes(problem: Attention) -> int:
 def _is_aligned(problem: Attention) -> bool:
     """Whether every pack of 16 bytes begins at a multiple of 16, and rows end with one."""
     cache = problem.cache
-    arrays = [(array, array.strides[:2]) for array in (problem.query, problem.out)]
-    arrays += [(side, side.strides[:3]) for side in (cache.key, cache.value)]
-    return cache.shape.head_size * cache.format.itemsize % PACK_BYTES == 0 and all(
-        array.pointer % PACK_BYTES == 0 and all(stride * array.dtype.itemsize % PACK_BYTES == 0 for stride in strides)
-        for array, strides in arrays
-    )
-
-
-def _check_addresses(problem: Attention) -> None:
-    """ValueError for an array that does not begin with an element, or a workspace that does not with a pack."""
-    cache, options = problem.cache, problem.options
-    named = {"q": problem.query, "k": cache.key, "v": cache.value, "out": problem.out, "lse_out": problem.lse_out}
-    named |= {"block_table": problem.block_table, "seqused_k": problem.seq_lens}
-    named |= {"cu_seqlens_q": problem.query_start_loc, "alibi_slopes": options.alibi_slopes, "s_aux": options.sinks}
-    named |= {scale.name: scale.array for scale in (cache.k_scale, cache.v_scale)}
-    for name, array in named.items():
-        if array is not None:
-            element_of(array, name)
-    if problem.workspace is not None and problem.workspace.pointer % PACK_BYTES:
-        expected = f"an address that is a multiple of {PACK_BYTES}"
-        raise ValueError(f"workspace: expected {expected}, got {problem.workspace.pointer}")
+    return cache.shape.head_size * cache.format.itemsize % PACK_BYTES == 0 and are_aligned(problem, cache_axes=3)
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
@@ -139,8 +121,7 @@ def varlen_arrays(problem: Attention) -> list[ArrayView | None]:
     """The kernel's pointer parameters in order but for the workspace, None for a null pointer."""
     cache, options = problem.cache, problem.options
     arrays = [problem.query, cache.key, cache.value, problem.block_table, problem.seq_lens, problem.query_start_loc]
-    scales = [cache.k_scale.array, cache.v_scale.array] if is_fp8(cache.format) else [None, None]
-    return [*arrays, options.alibi_slopes, options.sinks, *scales, problem.out, problem.lse_out]
+    return [*arrays, options.alibi_slopes, options.sinks, *scale_arrays(cache), problem.out, problem.lse_out]
 
 
 def merge_split_arrays(problem: Attention, workspace: ArrayView) -> list[ArrayView | None]:
@@ -151,7 +132,6 @@ def merge_split_arrays(problem: Attention, workspace: ArrayView) -> list[ArrayVi
 
 def _params(problem: Attention, splits: int, num_states: int) -> np.ndarray:
     cache, options, shape = problem.cache, problem.options, problem.cache.shape
-    k_scale, v_scale = (scale_fields(scale, cache.format) for scale in (cache.k_scale, cache.v_scale))
     sides = (cache.key_strides, cache.value_strides)
     divisors = (
         shape.block_size,
@@ -166,17 +146,10 @@ def _params(problem: Attention, splits: int, num_states: int) -> np.ndarray:
         *problem.block_table.strides,
         *problem.seq_lens.strides,
         *problem.query_start_loc.strides,
-        *problem.out.strides[:2],
-        *((0, 0) if problem.lse_out is None else problem.lse_out.strides),
-        *(0 if array is None else array.strides[0] for array in (options.alibi_slopes, options.sinks)),
+        *result_fields(problem),
         num_states,
         *map(fast_divisor, divisors),
-        options.scale,
-        options.softcap,
-        k_scale[0],
-        v_scale[0],
-        k_scale[1],
-        v_scale[1],
+        *score_fields(problem),
         problem.num_seqs,
         *options.window,
         options.sinks is not None and options.sinks.dtype == FLOAT32,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import validate
-from .checks import check_choice, check_count, wrong
+from .checks import check_choice, check_size, wrong
 from .context import chosen_backend
 from .dtypes import BY_NAME, KV_CACHE_DTYPES, UINT8
 from .layout import FLASH_LAYOUTS, cache_shapes
@@ -74,9 +74,7 @@ def _dtype(given: Any) -> np.dtype:
 
 def _sizes(**sizes: int) -> Iterator[int]:
     for name, size in sizes.items():
-        if size is None:
-            raise TypeError(wrong(name, "an integer", None))
-        yield check_count(size, name, minimum=1, none=None)
+        yield check_size(size, name, minimum=1)
 
 
 def _writes(

@@ -1,6 +1,6 @@
 """Workspaces: where partial softmax states wait to be merged. Sizes are a function of shapes alone."""
 
-from .checks import check_choice, check_count, wrong
+from .checks import check_choice, check_count, check_size
 
 FLOAT_BYTES = 4
 DEFAULT_PARTITION_SIZE = 512  # keys; v2's in NumPy when the caller leaves it open
@@ -46,9 +46,7 @@ def workspace_nbytes(
     check_choice(op, "op", OPS)
     sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "head_size": head_size, "max_seq_len": max_seq_len}
     for name, size in sizes.items():
-        if size is None:
-            raise TypeError(wrong(name, "an integer", None))
-        sizes[name] = check_count(size, name, minimum=0, none=0)
+        sizes[name] = check_size(size, name, minimum=0)
     *query_shape, max_seq_len = sizes.values()
     num_splits = check_count(num_splits, "num_splits", minimum=0, none=0)
     if op == "flash_attn_varlen_func":

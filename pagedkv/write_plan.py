@@ -3,15 +3,13 @@
 Needs no CuPy: the backends that run kernels and the list of instances that CI compiles share it.
 """
 
-import math
-
 import numpy as np
 
 from .arrays import ArrayView
 from .dtypes import CUDA_NAMES, is_fp8
 from .kernels import Instance
-from .launch import LARGEST_GRID, Launch, as_bytes, element_of
-from .layout import PACK_BYTES, CacheStrides
+from .launch import LARGEST_GRID, Launch, as_bytes, common_vec, element_of
+from .layout import CacheStrides
 from .params import CACHE_WRITE_PARAMS, fast_divisor
 from .problem import CacheWrite, Scale
 
@@ -102,20 +100,9 @@ def packed_write_instance_for(
     return Instance("cache_write.cu", "reshape_and_cache", arguments)
 
 
-def widest_vec(dtype: np.dtype) -> int:
-    """Elements of a full pack."""
-    return PACK_BYTES // dtype.itemsize
-
-
 def _vec(problem: CacheWrite, elements: list[int]) -> int:
-    """Elements a thread moves at once: as many as a pack holds and alignment allows."""
-    strides = [
-        stride
-        for array in (problem.key, problem.value, problem.cache.key, problem.cache.value)
-        for size, stride in zip(array.shape[:-1], array.strides[:-1], strict=True)
-        if size > 1
-    ]
-    return math.gcd(widest_vec(problem.key.dtype), *elements, *strides)
+    cache = problem.cache
+    return common_vec([problem.key, problem.value, cache.key, cache.value], elements)
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------

@@ -81,8 +81,10 @@ def compile_command(ctx: click.Context, archs: tuple[str, ...], as_json: bool) -
         if not as_json:
             click.echo((_heading() if len(outcomes) == 1 else "") + _line(outcome))
     seconds, warmed = time.perf_counter() - start, _warm()
-    records = [_record(outcome) for outcome in outcomes]
-    click.echo(json.dumps(records, indent=2) if as_json else _end(outcomes, seconds, warmed))
+    if as_json:
+        click.echo(json.dumps([_record(outcome) for outcome in outcomes], indent=2))
+    else:
+        click.echo(_end(outcomes, seconds, warmed))
     ctx.exit(0 if all(outcome.ok for outcome in outcomes) else 1)
 
 
