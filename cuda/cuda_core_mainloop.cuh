@@ -69,15 +69,11 @@ class CudaCoreMainloop {
                                              const VarlenParams& params) {
 #pragma unroll
     for (int i = 0; i < WARP_ROWS; i++) {
-      const int row = threadIdx.x / 32 * WARP_ROWS + i;
-      const bool is_there = row < tile.num_rows;
-      const int32_t token = is_there ? tile.token(row, params) : 0, head = is_there ? tile.head(row, params) : 0;
-      seen_[i] = is_there ? tile.span.keys(token, params) : KeyRange{0, 0};
-      position_[i] = tile.span.position(token);
-      slope_[i] = is_there ? options.slope(head) : 0.0f;
+      const QueryRow row = tile.row(threadIdx.x / 32 * WARP_ROWS + i, options, params);
+      seen_[i] = row.seen, position_[i] = row.position, slope_[i] = row.slope;
       max_logit_[i] = -CUDART_INF_F, exp_sum_[i] = 0.0f;
-      const float* row_of_query = query + token * params.query_token_stride + head * params.query_head_stride;
-      for (int j = lane(); j < HEAD_SIZE; j += 32) query_smem_[i * HEAD_SIZE + j] = is_there ? row_of_query[j] : 0.0f;
+      for (int j = lane(); j < HEAD_SIZE; j += 32)
+        query_smem_[i * HEAD_SIZE + j] = row.is_there ? query[row.offset + j] : 0.0f;
 #pragma unroll
       for (int j = 0; j < LANE_FEATURES; j++) acc_[j][i] = 0.0f;
     }

@@ -110,22 +110,17 @@ class MmaMainloop {
                                              const VarlenParams& params) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int row = first_row() + 8 * h;
-      const bool is_there = row < tile.num_rows;
-      const int32_t token = is_there ? tile.token(row, params) : 0, head = is_there ? tile.head(row, params) : 0;
-      seen_[h] = is_there ? tile.span.keys(token, params) : KeyRange{0, 0};
-      position_[h] = tile.span.position(token);
-      slope_[h] = is_there ? options.slope(head) : 0.0f;
+      const QueryRow row = tile.row(first_row() + 8 * h, options, params);
+      seen_[h] = row.seen, position_[h] = row.position, slope_[h] = row.slope;
       max_logit_[h] = -CUDART_INF_F, exp_sum_[h] = 0.0f;
-      const scalar_t* row_of_query = query + token * params.query_token_stride + head * params.query_head_stride;
       Pack<scalar_t, 2> pairs[STEPS][2];
 #pragma unroll
       for (int i = 0; i < STEPS; i++)
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
           pairs[i][pair] = {};
-          if (is_there && feature(i, pair) < HEAD_SIZE)
-            pairs[i][pair] = load_elements<2, IS_ALIGNED>(row_of_query + feature(i, pair));
+          if (row.is_there && feature(i, pair) < HEAD_SIZE)
+            pairs[i][pair] = load_elements<2, IS_ALIGNED>(query + row.offset + feature(i, pair));
         }
       set_queries(h, pairs);
     }

@@ -4,6 +4,7 @@
 #pragma once
 #include "params.cuh"
 #include "ptx.cuh"
+#include "scores.cuh"
 
 namespace pagedkv {
 
@@ -29,6 +30,15 @@ struct QuerySpan {
   }
 };
 
+// A row of a tile: one query token with one query head.
+struct QueryRow {
+  bool is_there;
+  KeyRange seen;
+  int32_t position;  // where the query stands
+  float slope;       // of its head
+  int64_t offset;    // of its numbers from those of the sequence's first query and the first head
+};
+
 struct QueryTile {
   QuerySpan span;
   int32_t sequence, kv_head, split;
@@ -40,6 +50,13 @@ struct QueryTile {
   // Of all query heads.
   __device__ __forceinline__ int32_t head(int32_t row, const VarlenParams& params) const {
     return (kv_head - token(row, params)) * static_cast<int32_t>(params.queries_per_kv.divisor) + first_row + row;
+  }
+
+  __device__ __forceinline__ QueryRow row(int32_t row, const ScoreOptions& options, const VarlenParams& params) const {
+    if (row >= num_rows) return {false, {0, 0}, span.position(0), 0.0f, 0};
+    const int32_t of_token = token(row, params), of_head = head(row, params);
+    return {true, span.keys(of_token, params), span.position(of_token), options.slope(of_head),
+            of_token * params.query_token_stride + of_head * params.query_head_stride};
   }
 
   // What its queries see together, in the tile's split: whole tiles of TILE_TOKENS keys go to a split.

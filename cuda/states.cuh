@@ -19,7 +19,7 @@ struct StoredState {
   }
 };
 
-// One for each head.
+// Several, one for each head or row.
 template <int ROW>
 struct States {
   float* acc;         // [count, ROW]
