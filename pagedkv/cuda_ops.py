@@ -13,11 +13,14 @@ from . import indices, kernels
 from .arrays import ArrayView, empty, view
 from .context import is_checked
 from .counters import counters_for
-from .decode_plan import DecodeLaunch, decode_arrays, plan_decode
-from .dtypes import INT32, INT64
+from .decode_plan import decode_arrays, plan_decode
+from .dtypes import INT32, INT64, is_fp8
 from .launch import Launch
-from .problem import Attention, CacheWrite
+from .merge_plan import merge_arrays, plan_merge
+from .problem import Attention, CacheWrite, MergeStates
+from .read_plan import ReadLaunch
 from .repeats import Pointers, Replay
+from .varlen_plan import merge_split_arrays, plan_varlen, varlen_arrays
 from .write_plan import plan_flash_write, plan_packed_write, write_arrays
 
 
@@ -78,7 +81,7 @@ class LaunchReplay:
         return None
 
 
-# ---- decode ---------------------------------------------------------------------------------------------------------
+# ---- reads ----------------------------------------------------------------------------------------------------------
 
 
 def paged_attention_v1(problem: Attention) -> Replay | None:
@@ -94,59 +97,116 @@ def paged_attention_v2(problem: Attention) -> Replay | None:
 def _decode(problem: Attention) -> Replay | None:
     if problem.num_seqs == 0:
         return None
+    names = {"block_table": "block_tables", "seq_lens": "seq_lens"}
+    return _read(problem, names, plan_decode, decode_arrays)
+
+
+def flash_attn_varlen_func(problem: Attention) -> Replay | None:
+    """A launch of ``varlen_attention``, and with several splits one of ``merge_splits``; returns how to repeat them."""
+    if problem.query.shape[0] == 0 or problem.num_seqs == 0:
+        return None
+    names = {"block_table": "block_table", "seq_lens": "seqused_k", "query_start_loc": "cu_seqlens_q"}
+    return _read(problem, names, lambda converted, sms: plan_varlen(converted), varlen_arrays)
+
+
+def _read(
+    problem: Attention,
+    names: dict[str, str],
+    plan: Callable[[Attention, int], ReadLaunch],
+    arrays_of: Callable[[Attention], list[ArrayView | None]],
+) -> Replay | None:
+    """``names``: what the op calls the fields that hold indices, the starts of queries last if it has them."""
     device = problem.query.device
     stream = _stream(problem.query.framework, device)
     with cupy.cuda.Device(device):
-        tables = _as(INT32, problem.block_table, "block_tables", stream)
-        lens = _as(INT32, problem.seq_lens, "seq_lens", stream)
+        given = {field: getattr(problem, field) for field in names}
+        indices_as = {field: _as(INT32, array, names[field], stream) for field, array in given.items()}
         if is_checked():
-            on_host = (_on_host(array, name, stream) for array, name in ((tables, "block_tables"), (lens, "seq_lens")))
+            on_host = [_on_host(array, names[field], stream) for field, array in indices_as.items()]
             indices.check_scales(problem.cache, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
-            indices.check_attention(problem, *on_host, None)
-        converted = replace(problem, block_table=tables, seq_lens=lens)
-        replay = DecodeReplay(plan_decode(converted, _num_sms(device)), converted)
-    arrays = [*decode_arrays(converted), converted.workspace]
+            indices.check_attention(problem, *on_host, *[None] * (3 - len(on_host)))
+        converted = replace(problem, **indices_as)
+        replay = ReadReplay(plan(converted, _num_sms(device)), converted)
+    arrays = [*arrays_of(converted), converted.workspace]
     replay([0 if array is None else array.pointer for array in arrays])
-    return replay if tables is problem.block_table and lens is problem.seq_lens else None
+    # Indices that had to be converted are new memory at every call.
+    return replay if all(indices_as[field] is array for field, array in given.items()) else None
 
 
-class DecodeReplay:
-    """Makes one decode launch again. Outputs and workspace whose addresses are 0 are allocated, and the outputs
+class ReadReplay:
+    """Makes the launches of one read again. Outputs and workspace whose addresses are 0 are allocated, and the outputs
     returned."""
 
-    __slots__ = ("launch", "lse", "num_counters", "out", "workspace_bytes")
+    __slots__ = ("has_scales", "launch", "lse", "merge", "num_counters", "out", "workspace_bytes")
 
-    def __init__(self, planned: DecodeLaunch, problem: Attention) -> None:
-        self.launch = LaunchReplay(planned.launch, problem.query.framework, problem.query.device)
+    def __init__(self, planned: ReadLaunch, problem: Attention) -> None:
+        framework, device = problem.query.framework, problem.query.device
+        self.launch = LaunchReplay(planned.launch, framework, device)
+        self.merge = planned.merge and LaunchReplay(planned.merge, framework, device)
         self.workspace_bytes, self.num_counters = planned.workspace_bytes, planned.num_counters
+        self.has_scales = is_fp8(problem.cache.format)
         self.out, self.lse = _form(problem.out), problem.lse_out and _form(problem.lse_out)
 
-    def __call__(self, pointers: Pointers) -> Any:
+    def __call__(self, pointers: Pointers) -> tuple[ArrayView | None, ArrayView | None]:
         launch = self.launch
         if cupy.cuda.runtime.getDevice() != launch.device:
             with cupy.cuda.Device(launch.device):
                 return self(pointers)
         *inputs, out, lse, workspace = pointers
-        counters, new_out, new_lse = 0, None, None
-        if self.num_counters:
+        if not self.has_scales:
+            inputs[-2:] = 0, 0  # the caller's would be ignored
+        counters = [] if self.num_counters is None else [0]
+        if self.workspace_bytes:
             stream = _stream(launch.framework, launch.device)
-            counters = counters_for(stream, launch.device, self.num_counters)
+            if self.num_counters:
+                counters = [counters_for(stream, launch.device, self.num_counters)]
             if workspace == 0:
                 with stream:
                     memory = cupy.empty(self.workspace_bytes, np.uint8)
                 workspace = memory.data.ptr
-        if out == 0:
-            new_out = _new(self.out)
-            out = new_out.pointer
-        if lse == 0 and self.lse is not None:
-            new_lse = _new(self.lse)
-            lse = new_lse.pointer
-        launch([*inputs, out, lse, workspace, counters])
+        out, new_out = _given_or_new(out, self.out)
+        lse, new_lse = _given_or_new(lse, self.lse)
+        arrays = [*inputs, out, lse]
+        launch([*arrays, workspace, *counters])
+        if self.merge is not None:
+            self.merge(merge_split_arrays(arrays, workspace))
         return new_out, new_lse
 
 
-def _new(form: ArrayView) -> ArrayView:
-    return empty(form, form.shape, form.dtype)
+def merge_attn_states(problem: MergeStates) -> Replay | None:
+    """One launch of the kernel of the same name; returns how to repeat it."""
+    if problem.out.shape[0] == 0:
+        return None
+    device = problem.out.device
+    with cupy.cuda.Device(device):
+        replay = MergeReplay(plan_merge(problem), problem)
+    replay([array.pointer for array in merge_arrays(problem)])
+    return replay
+
+
+class MergeReplay:
+    """Makes one merge again. Outputs whose addresses are 0 are allocated, and returned."""
+
+    __slots__ = ("launch", "lse", "out")
+
+    def __init__(self, planned: Launch, problem: MergeStates) -> None:
+        self.launch = LaunchReplay(planned, problem.prefix_output.framework, problem.out.device)
+        self.out, self.lse = _form(problem.out), _form(problem.lse_out)
+
+    def __call__(self, pointers: Pointers) -> tuple[ArrayView | None, ArrayView | None]:
+        *inputs, out, lse = pointers
+        out, new_out = _given_or_new(out, self.out)
+        lse, new_lse = _given_or_new(lse, self.lse)
+        self.launch([*inputs, out, lse])
+        return new_out, new_lse
+
+
+def _given_or_new(pointer: int, form: ArrayView | None) -> tuple[int, ArrayView | None]:
+    """The address of an output, allocated where 0, and what was allocated; without a form nobody wants it."""
+    if pointer or form is None:
+        return pointer, None
+    new = empty(form, form.shape, form.dtype)
+    return new.pointer, new
 
 
 def _form(array: ArrayView) -> ArrayView:

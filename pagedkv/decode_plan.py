@@ -13,7 +13,7 @@ from .kernels import Instance
 from .launch import LARGEST_GRID, Launch, as_bytes
 from .params import DECODE_PARAMS
 from .problem import Attention
-from .read_plan import are_aligned, check_addresses, result_fields, scale_arrays, score_fields
+from .read_plan import ReadLaunch, are_aligned, check_addresses, result_fields, scale_arrays, score_fields
 from .workspace import MOST_CTAS, MOST_ROWS, partials_nbytes
 
 CTAS_PER_SM = 2
@@ -29,16 +29,7 @@ TILE_TOKENS = 32
 MOST_TILES = 2**31 - 1  # that shares can be counted in
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLaunch:
-    """A launch, the bytes that its partial states need, and how many counters, zero before and after."""
-
-    launch: Launch
-    workspace_bytes: int
-    num_counters: int
-
-
-def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
+def plan_decode(problem: Attention, num_sms: int) -> ReadLaunch:
     """v1 has one CTA per unit, v2 one per partition or, without a partition size, an equal share of all tiles each."""
     cache = problem.cache
     named = {"query": problem.query, "key_cache": cache.key, "value_cache": cache.value, "sinks": problem.options.sinks}
@@ -55,7 +46,7 @@ def plan_decode(problem: Attention, num_sms: int) -> DecodeLaunch:
     shared = warps * _scan_bytes(problem.query.dtype, problem.cache.format, shape.head_size, heads, tiles_ahead)
     launch = Launch(instance, (division.ctas,), warps * 32, params, shared)
     workspace_bytes = partials_nbytes(1, division.num_states, shape.head_size, 1)
-    return DecodeLaunch(launch, workspace_bytes, units.count if division.num_states else 0)
+    return ReadLaunch(launch, workspace_bytes, units.count if division.num_states else 0)
 
 
 @dataclass(frozen=True, slots=True)

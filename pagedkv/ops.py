@@ -5,6 +5,9 @@ decides device, stream and the framework of what is returned. Errors come before
 ids and lengths hold is checked on the host and inside ``checked()``; elsewhere reading it would synchronise.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from types import ModuleType
 from typing import Any
@@ -15,13 +18,36 @@ from .context import chosen_backend
 from .problem import Attention
 from .repeats import MISS, Call, Replay
 
-# Of a decode call, in the order in which a backend gets their addresses.
-DECODE_ARRAYS = (
-    *("query", "key_cache", "value_cache", "block_tables", "seq_lens"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", "out", "lse_out", "workspace"),
+
+@dataclass(frozen=True)
+class ReadForm:
+    """The arguments of a read by their names: arrays in the order in which a backend gets their addresses, all others,
+    and of those the one that asks for an LSE."""
+
+    arrays: tuple[str, ...]
+    options: tuple[str, ...]
+    return_lse: str
+
+
+DECODE = ReadForm(
+    (
+        *("query", "key_cache", "value_cache", "block_tables", "seq_lens"),
+        *("alibi_slopes", "sinks", "k_scale", "v_scale", "out", "lse_out", "workspace"),
+    ),
+    ("scale", "max_seq_len", "window_size", "softcap", "kv_cache_dtype", "return_lse", "partition_size"),
+    "return_lse",
 )
-# All that it has besides.
-DECODE_OPTIONS = ("scale", "max_seq_len", "window_size", "softcap", "kv_cache_dtype", "return_lse", "partition_size")
+VARLEN = ReadForm(
+    (
+        *("q", "k", "v", "block_table", "seqused_k", "cu_seqlens_q"),
+        *("alibi_slopes", "s_aux", "k_descale", "v_descale", "out", "lse_out", "workspace"),
+    ),
+    (
+        *("max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal", "window_size", "softcap"),
+        *("kv_cache_dtype", "num_splits", "return_softmax_lse", "layout"),
+    ),
+    "return_softmax_lse",
+)
 # Where ``paged_attention`` is v1.
 SHORT_TOKENS, FEW_KV_HEADS = 256, 128
 
@@ -138,7 +164,7 @@ def paged_attention_v1(
     >>> out = paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens)
     >>> out, lse = paged_attention_v1(query, key_cache, value_cache, block_tables, seq_lens, return_lse=True)
     """
-    return _decode("paged_attention_v1", locals(), single_pass=True)
+    return _read("paged_attention_v1", locals(), DECODE, partial(validate.paged_attention, single_pass=True))
 
 
 def paged_attention_v2(
@@ -176,7 +202,7 @@ def paged_attention_v2(
 
     >>> out = paged_attention_v2(query, key_cache, value_cache, block_tables, seq_lens, partition_size=256)
     """
-    return _decode("paged_attention_v2", locals(), single_pass=False)
+    return _read("paged_attention_v2", locals(), DECODE, partial(validate.paged_attention, single_pass=False))
 
 
 def paged_attention(
@@ -264,16 +290,14 @@ def flash_attn_varlen_func(
     return_softmax_lse: also return the natural logarithm of the softmax denominator.
     layout: ``"NHD"`` or ``"HND"``, the order of the two middle axes of both caches.
 
-    Raises what ``paged_attention_v1`` raises, and NotImplementedError for arrays on a device, so far. Name and
-    arguments are FlashAttention's; after Dao et al., "FlashAttention" (2022).
+    Raises what ``paged_attention_v1`` raises. Name and arguments are FlashAttention's; after Dao et al.,
+    "FlashAttention" (2022).
 
     >>> out = flash_attn_varlen_func(
     ...     q, k_cache, v_cache, cu_seqlens_q=starts, seqused_k=lens, block_table=table, causal=True
     ... )
     """
-    read = validate.varlen_attention(**locals())
-    _run("flash_attn_varlen_func", read, read.query)
-    return _results(read, out, lse_out, return_softmax_lse)
+    return _read("flash_attn_varlen_func", locals(), VARLEN, validate.varlen_attention)
 
 
 def merge_attn_states(
@@ -292,16 +316,21 @@ def merge_attn_states(
         saw nothing, and its output is not looked at.
     out, lse_out: where results go, in the shapes and dtypes of the prefix.
 
-    Two empty sides give 0 and -inf. Raises ValueError (shape, read-only target), TypeError (dtype, mixed devices, JAX
-    target) or NotImplementedError (arrays on a device, so far). After section 2.2 of Ye et al., "Cascade Inference"
+    Two empty sides give 0 and -inf. Raises ValueError (shape, read-only target) or TypeError (dtype, mixed devices,
+    JAX target). After section 2.2 of Ye et al., "Cascade Inference"
     (2024), and vLLM's ``merge_attn_states``.
 
     >>> out, lse = merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse)
     """
-    merge = validate.merge_states(**locals())
-    _run("merge_attn_states", merge, merge.prefix_output)
-    out = deliver(merge.out, merge.prefix_output) if out is None else out
-    return out, deliver(merge.lse_out, merge.prefix_output) if lse_out is None else lse_out
+    arrays = (prefix_output, prefix_lse, suffix_output, suffix_lse, out, lse_out)
+    call = Call("merge_attn_states", arrays, ())
+    results, like = call.replay(), None
+    if results is MISS:
+        merge = validate.merge_states(*arrays)
+        call.remember(_run("merge_attn_states", merge, merge.prefix_output))
+        results, like = (merge.out, merge.lse_out), merge.prefix_output
+    out, lse = _returned(results, (out, lse_out), like)
+    return out, lse
 
 
 def _write(op: str, arrays: tuple[Any, ...], **options: Any) -> None:
@@ -311,26 +340,21 @@ def _write(op: str, arrays: tuple[Any, ...], **options: Any) -> None:
         call.remember(_run(op, write, write.key))
 
 
-def _decode(op: str, given: dict[str, Any], *, single_pass: bool) -> Any:
-    call = Call(op, tuple(map(given.get, DECODE_ARRAYS)), tuple(map(given.get, DECODE_OPTIONS)))
-    results = call.replay()
+def _read(op: str, given: dict[str, Any], form: ReadForm, validated: Callable[..., Attention]) -> Any:
+    call = Call(op, tuple(map(given.get, form.arrays)), tuple(map(given.get, form.options)))
+    results, like = call.replay(), None
     if results is MISS:
-        read = validate.paged_attention(**given, single_pass=single_pass)
+        read = validated(**given)
         call.remember(_run(op, read, read.query))
-        return _results(read, given["out"], given["lse_out"], given["return_lse"])
-    new_out, new_lse = results
-    out = given["out"] if new_out is None else new_out.owner
-    if not given["return_lse"]:
-        return out
-    return out, given["lse_out"] if new_lse is None else new_lse.owner
+        results, like = (read.out, read.lse_out), read.query
+    out, lse = _returned(results, (given["out"], given["lse_out"]), like)
+    return (out, lse) if given[form.return_lse] else out
 
 
-def _results(read: Attention, out: Any, lse_out: Any, return_lse: bool) -> Any:
-    # An array the caller passed goes back as it is.
-    out = deliver(read.out, read.query) if out is None else out
-    if not return_lse:
-        return out
-    return out, deliver(read.lse_out, read.query) if lse_out is None else lse_out
+def _returned(results: Sequence[Any], given: Sequence[Any], like: ArrayView | None) -> Iterator[Any]:
+    """The results as the caller of ``like`` expects them; an array that the caller passed goes back as it is."""
+    for result, array in zip(results, given, strict=True):
+        yield array if array is not None or result is None else deliver(result, like or result)
 
 
 def _run(op: str, asked: Any, reference: ArrayView) -> Replay | None:

@@ -18,6 +18,7 @@ from .problem import Attention, CacheWrite, MergeStates
 from .ptx.counters import Counters
 from .ptx.machine import Machine
 from .ptx.parse import Kernel, parse_kernel
+from .read_plan import ReadLaunch
 from .varlen_plan import merge_split_arrays, plan_varlen, varlen_arrays
 from .write_plan import plan_flash_write, plan_packed_write, write_arrays
 
@@ -64,11 +65,7 @@ def _decode(problem: Attention) -> None:
         return
     tables, lens = (_as(np.int32, array) for array in (problem.block_table, problem.seq_lens))
     problem = replace(problem, block_table=tables, seq_lens=lens)
-    planned = plan_decode(problem, NUM_SMS)
-    workspace = _workspace(problem, planned.workspace_bytes)
-    counters = view(np.zeros(planned.num_counters, np.int32), "counters") if planned.num_counters else None
-    launch(planned.launch, [*decode_arrays(problem), workspace, counters])
-    assert counters is None or not counters.numpy().any(), "counters are zero again"
+    _read(problem, plan_decode(problem, NUM_SMS), decode_arrays(problem))
 
 
 def flash_attn_varlen_func(problem: Attention) -> None:
@@ -80,11 +77,17 @@ def flash_attn_varlen_func(problem: Attention) -> None:
         return
     table, lens, starts = (_as(np.int32, array) for array in arrays)
     problem = replace(problem, block_table=table, seq_lens=lens, query_start_loc=starts)
-    planned = plan_varlen(problem)
-    workspace = _workspace(problem, planned.workspace_bytes)
-    launch(planned.launch, [*varlen_arrays(problem), workspace])
+    _read(problem, plan_varlen(problem), varlen_arrays(problem))
+
+
+def _read(problem: Attention, planned: ReadLaunch, arrays: list[ArrayView | None]) -> None:
+    workspace, counters = _workspace(problem, planned.workspace_bytes), None
+    if planned.num_counters:
+        counters = view(np.zeros(planned.num_counters, np.int32), "counters")
+    launch(planned.launch, [*arrays, workspace, *([] if planned.num_counters is None else [counters])])
+    assert counters is None or not counters.numpy().any(), "counters are zero again"
     if planned.merge is not None:
-        launch(planned.merge, merge_split_arrays(problem, workspace))
+        launch(planned.merge, merge_split_arrays(arrays, workspace))
 
 
 def merge_attn_states(problem: MergeStates) -> None:

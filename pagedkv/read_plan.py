@@ -1,10 +1,26 @@
-"""What the plans of decode and of varlen reads share: checks of addresses, and fields of their parameters."""
+"""What the plans of decode and of varlen reads share: what they plan, checks of addresses, fields of parameters."""
+
+from dataclasses import dataclass
 
 from .arrays import ArrayView
 from .dtypes import is_fp8
-from .launch import element_of
+from .launch import Launch, element_of
 from .layout import PACK_BYTES
 from .problem import Attention, PagedCache, Scale
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLaunch:
+    """A launch and, if its states are merged by another kernel, that one's.
+
+    The kernel's pointers are the problem's arrays, the workspace and, unless ``num_counters`` is None, as many
+    counters, zero before and after.
+    """
+
+    launch: Launch
+    workspace_bytes: int
+    num_counters: int | None = None
+    merge: Launch | None = None
 
 
 def check_addresses(problem: Attention, named: dict[str, ArrayView | None]) -> None:

@@ -3,7 +3,7 @@
 Needs no CuPy: the backends that run kernels and the list of instances that CI compiles share it.
 """
 
-from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from .launch import LARGEST_GRID, Launch, as_bytes
 from .layout import PACK_BYTES
 from .params import VARLEN_PARAMS, fast_divisor
 from .problem import Attention
-from .read_plan import are_aligned, check_addresses, result_fields, scale_arrays, score_fields
+from .read_plan import ReadLaunch, are_aligned, check_addresses, result_fields, scale_arrays, score_fields
 from .workspace import partials_nbytes
 
 WARPS = 4
@@ -25,17 +25,10 @@ STAGES = 2
 ROW_BYTES = 16  # two offsets of a key's row
 MERGE_THREADS = 128
 
-
-@dataclass(frozen=True, slots=True)
-class VarlenLaunch:
-    """A launch, the bytes that the states of splits need, and what merges them if there are several."""
-
-    launch: Launch
-    workspace_bytes: int
-    merge: Launch | None
+T = TypeVar("T")
 
 
-def plan_varlen(problem: Attention) -> VarlenLaunch:
+def plan_varlen(problem: Attention) -> ReadLaunch:
     """A CTA for each tile of queries, kv head and split; as many tiles as lengths may come to."""
     cache = problem.cache
     named = {"q": problem.query, "k": cache.key, "v": cache.value, "s_aux": problem.options.sinks}
@@ -55,7 +48,7 @@ def plan_varlen(problem: Attention) -> VarlenLaunch:
     if splits > 1:
         merger = merge_splits_instance_for(problem.query.dtype, head_size, is_aligned=_is_aligned(problem))
         merge = Launch(merger, (merging,), MERGE_THREADS, params)
-    return VarlenLaunch(launch, partials_nbytes(1, num_states, head_size, 1), merge)
+    return ReadLaunch(launch, partials_nbytes(1, num_states, head_size, 1), merge=merge)
 
 
 def varlen_instance(problem: Attention) -> Instance:
@@ -124,9 +117,9 @@ def varlen_arrays(problem: Attention) -> list[ArrayView | None]:
     return [*arrays, options.alibi_slopes, options.sinks, *scale_arrays(cache), problem.out, problem.lse_out]
 
 
-def merge_split_arrays(problem: Attention, workspace: ArrayView) -> list[ArrayView | None]:
-    """Those of the kernel that merges splits, all of them."""
-    *_, query_starts, _, sinks, _, v_scale, out, lse = varlen_arrays(problem)
+def merge_split_arrays(arrays: list[T], workspace: T) -> list[T]:
+    """Of those, or their addresses, what the kernel that merges splits takes."""
+    *_, query_starts, _, sinks, _, v_scale, out, lse = arrays
     return [workspace, query_starts, sinks, v_scale, out, lse]
 
 

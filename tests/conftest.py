@@ -11,7 +11,6 @@ import pagedkv
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PTX = pytest.param("ptx", marks=pytest.mark.ptx)
 BACKENDS = ["numpy", PTX, CUDA]
-READ_BACKENDS = ["numpy", PTX]
 DECODE_OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 
 
@@ -101,9 +100,9 @@ def backend(request):
         yield make_backend(request.param)
 
 
-@pytest.fixture(params=READ_BACKENDS)
+@pytest.fixture(params=BACKENDS)
 def read_backend(request):
-    """`backend`, for the ops that have no kernel on a card yet."""
+    """`backend`, for the varlen reads and merges."""
     with pagedkv.use_backend(request.param):
         yield make_backend(request.param)
 

@@ -330,7 +330,8 @@ def test_after_warmup_a_first_call_can_be_captured(card, rng):
         assert str(card.loaded[-1][0]) == name and card.loaded[-1] in warm
 
 
-def test_every_argument_of_decode_is_part_of_what_repeats():
+def test_every_argument_of_a_read_is_part_of_what_repeats():
     """As an array, by form and address, or as an option, by value: none is forgotten."""
-    for op in (pagedkv.paged_attention_v1, pagedkv.paged_attention_v2):
-        assert set(inspect.signature(op).parameters) <= {*ops.DECODE_ARRAYS, *ops.DECODE_OPTIONS}
+    forms = {pagedkv.paged_attention_v1: ops.DECODE, pagedkv.paged_attention_v2: ops.DECODE}
+    for op, form in (forms | {pagedkv.flash_attn_varlen_func: ops.VARLEN}).items():
+        assert set(inspect.signature(op).parameters) <= {*form.arrays, *form.options}

@@ -191,7 +191,7 @@ def test_arrays_come_in_the_order_of_the_parameters():
     asked = problem(given)
     for name, array in zip(order, varlen_plan.varlen_arrays(asked), strict=True):
         assert array.owner is given[name]
-    merged = varlen_plan.merge_split_arrays(asked, None)
+    merged = varlen_plan.merge_split_arrays(varlen_plan.varlen_arrays(asked), None)
     names = ["cu_seqlens_q", "s_aux", "v_descale", "out", "lse_out"]
     assert [array.owner for array in merged[1:]] == [given[name] for name in names]
 
