@@ -7,15 +7,16 @@
 #include "query_tiles.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
+#include "states.cuh"
 
 namespace pagedkv {
 
 template <int HEAD_SIZE, int WARPS, bool IS_ALIGNED>
 class CudaCoreMainloop {
-  static constexpr int WARP_ROWS = 8, KEYS = 32, X = 4, LANE_FEATURES = (HEAD_SIZE + 31) / 32;
+  static constexpr int KEYS = 32, X = 4, LANE_FEATURES = (HEAD_SIZE + 31) / 32;
 
  public:
-  static constexpr int ROWS = WARP_ROWS * WARPS, TILE_TOKENS = KEYS;
+  static constexpr int WARP_ROWS = 8, ROWS = WARP_ROWS * WARPS, TILE_TOKENS = KEYS;
   static constexpr int ACC_ROW = HEAD_SIZE;  // numbers between the accumulators of two rows that are left
   static constexpr int SMEM_BYTES = ROWS * (HEAD_SIZE + KEYS) * 4;
 
@@ -32,7 +33,7 @@ class CudaCoreMainloop {
       const int32_t key = first + lane();
       const bool is_there = keys.has(key);
       typename FlashSequence<float>::Row offsets{0, 0};
-      if (is_there) offsets = sequence.row(key);
+      if (is_there) offsets = sequence.row(sequence.find(key));
       float scores[WARP_ROWS] = {};
       if (is_there) multiply_keys(sequence.key + offsets.key, scores);
       __syncwarp();  // the weights of the keys before have been read
@@ -46,19 +47,23 @@ class CudaCoreMainloop {
       __syncwarp();
       multiply_values(first, keys, sequence, offsets);
     }
+    __syncthreads();
   }
 
-  // Leaves the states of the rows, where the warp's own queries were.
-  template <class States>
-  __device__ __forceinline__ void leave(const States& states_smem) const {
+  // Leaves the states of the warp's rows, where queries and weights were.
+  __device__ __forceinline__ States<ACC_ROW> leave() const {
+    const int first_row = threadIdx.x / 32 * WARP_ROWS;
+    float *acc_smem = query_smem_ - first_row * HEAD_SIZE, *sums_smem = weights_smem_ - first_row * KEYS;
+    const States<ACC_ROW> states_smem(acc_smem, sums_smem, ROWS);
 #pragma unroll
     for (int row = 0; row < WARP_ROWS; row++) {
-      const auto state = states_smem.at(threadIdx.x / 32 * WARP_ROWS + row);
+      const StoredState state = states_smem.at(first_row + row);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; i++)
         if (feature(i) < HEAD_SIZE) state.acc[feature(i)] = acc_[i][row];
       if (lane() == 0) state.set({max_logit_[row], exp_sum_[row]});
     }
+    return states_smem;
   }
 
  private:
@@ -88,8 +93,10 @@ class CudaCoreMainloop {
 #pragma unroll
       for (int row = 0; row < WARP_ROWS; row++) {
         const auto queries = load_shared<X>(query_smem_ + row * HEAD_SIZE + pack * X);
+        float sum = 0.0f;  // few numbers first, which rounds less than all of them one after the other
 #pragma unroll
-        for (int i = 0; i < X; i++) scores[row] = fmaf(numbers.get(i), queries.get(i), scores[row]);
+        for (int i = 0; i < X; i++) sum = fmaf(numbers.get(i), queries.get(i), sum);
+        scores[row] += sum;
       }
     }
   }
@@ -110,6 +117,7 @@ class CudaCoreMainloop {
   __device__ __forceinline__ void multiply_values(int32_t first_key, const KeyRange& keys,
                                                   const FlashSequence<float>& sequence,
                                                   const typename FlashSequence<float>::Row& offsets) {
+    float sums[LANE_FEATURES][WARP_ROWS] = {};  // of one tile first, which rounds less
 #pragma unroll 1
     for (int key = 0; key < KEYS; key++) {
       const int64_t offset = __shfl_sync(WARP, offsets.value, key);
@@ -120,9 +128,13 @@ class CudaCoreMainloop {
         const float value = __ldg(sequence.value + offset + feature(i));
 #pragma unroll
         for (int row = 0; row < WARP_ROWS; row++)
-          acc_[i][row] = fmaf(value, weights_smem_[row * KEYS + key], acc_[i][row]);
+          sums[i][row] = fmaf(value, weights_smem_[row * KEYS + key], sums[i][row]);
       }
     }
+#pragma unroll
+    for (int i = 0; i < LANE_FEATURES; i++)
+#pragma unroll
+      for (int row = 0; row < WARP_ROWS; row++) acc_[i][row] += sums[i][row];
   }
 
   float* query_smem_;    // [8, HEAD_SIZE]

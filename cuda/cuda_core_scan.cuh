@@ -9,12 +9,12 @@
 
 namespace pagedkv {
 
-template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, bool IS_ALIGNED>
+template <int SIZE, int BLOCK_SIZE, int HEADS, bool IS_ALIGNED>
 class CudaCoreScan {
-  static constexpr int X = 4, LANE_FEATURES = (HEAD_SIZE + 31) / 32;
+  static constexpr int X = 4, LANE_FEATURES = (SIZE + 31) / 32;
 
  public:
-  static constexpr int TILE_TOKENS = 32;
+  static constexpr int HEAD_SIZE = SIZE, TILE_TOKENS = 32;
   static constexpr int ACC_ROW = HEAD_SIZE;  // numbers between the accumulators of two heads that a warp leaves
   // Shared memory of a warp: queries, accumulators, weights.
   static constexpr int SMEM_BYTES = HEADS * (HEAD_SIZE + ACC_ROW + TILE_TOKENS) * 4;
@@ -45,9 +45,9 @@ class CudaCoreScan {
 
   // Scans all of them.
   __device__ __forceinline__ void run(const ScoreOptions& options) {
-    for (; tile_ * TILE_TOKENS < sequence_.end_token; tile_ += step_) {
+    for (; tile_ * TILE_TOKENS < sequence_.seen.end; tile_ += step_) {
       const int32_t token = tile_ * TILE_TOKENS + lane();
-      const bool is_seen = sequence_.sees(token, 1);
+      const bool is_seen = sequence_.seen.has(token);
       float scores[HEADS] = {};
       if (is_seen) multiply_keys(token, scores);
       __syncwarp();  // the weights of the tile before have been read
@@ -109,7 +109,7 @@ class CudaCoreScan {
   __device__ __forceinline__ void multiply_values(int32_t first_token) {
 #pragma unroll 1
     for (int32_t token = first_token; token < first_token + TILE_TOKENS; token += X) {
-      if (!sequence_.sees(token, X)) continue;
+      if (!sequence_.seen.has_of(token, X)) continue;
       const int32_t block = sequence_.block_of(token, X);
 #pragma unroll
       for (int i = 0; i < LANE_FEATURES; i++) {
@@ -120,7 +120,7 @@ class CudaCoreScan {
           const auto weights = load_shared<X>(weights_smem_ + head * TILE_TOKENS + (token - first_token));
 #pragma unroll
           for (int j = 0; j < X; j++)
-            if (sequence_.sees(token + j, 1)) acc_[i][head] = fmaf(values.get(j), weights.get(j), acc_[i][head]);
+            if (sequence_.seen.has(token + j)) acc_[i][head] = fmaf(values.get(j), weights.get(j), acc_[i][head]);
         }
       }
     }

@@ -1,22 +1,27 @@
 // The middle of a varlen CTA: scans the keys that a tile of queries sees, on tensor cores that every card from sm_80 on
 // has. A tile of keys and values is copied while the one before is multiplied.
 //
-// S = Q K^T with queries as rows, 16 to a warp, then O += P V, whose first operand is the registers that S came out in.
-// K^T and V are what ldmatrix makes of rows of features, plain and transposed.
+// S = Q K^T with queries as rows, then O += P V, whose first operand is the registers that S came out in. A warp has
+// WARP_TILES times 16 rows: what it reads of K and V serves all of them, and reading shared memory is what limits
+// tensor cores. Q stays in shared memory, for registers are full. K^T and V are what ldmatrix makes of rows of
+// features, plain and transposed.
 //
-// Another mainloop takes this one's place if it has ROWS, TILE_TOKENS, SMEM_BYTES, ACC_ROW, and `run` and `leave` of
-// the same meaning: who finds the tile before and who writes results after knows no more of it.
+// Another mainloop takes this one's place if it has ROWS, WARP_ROWS, TILE_TOKENS, SMEM_BYTES, ACC_ROW, and `run` and
+// `leave` of the same meaning: who finds the tile before and who writes results after knows no more of it.
 #pragma once
 #include "copy.cuh"
 #include "dequantize.cuh"
 #include "paging.cuh"
 #include "query_tiles.cuh"
+#include "row_copy.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
+#include "states.cuh"
 
 namespace pagedkv {
 
-template <class scalar_t, class cache_t, int HEAD_SIZE, int KEYS, int WARPS, bool IS_ALIGNED>
+template <class scalar_t, class cache_t, int HEAD_SIZE, int KEYS, int WARPS, int WARP_TILES, bool HAS_OPTIONS,
+          bool IS_ALIGNED>
 class MmaMainloop {
   using product_t = typename Operand<scalar_t, cache_t>::type;
   static constexpr bool IS_CONVERTED = !IS_SAME<scalar_t, product_t>;
@@ -24,23 +29,35 @@ class MmaMainloop {
 
   static constexpr int X = 16 / sizeof(cache_t);       // numbers of a pack
   static constexpr int STEPS = (HEAD_SIZE + 15) / 16;  // along the features, 16 at a time; past HEAD_SIZE they are 0
-  static constexpr int PACKS = STEPS * 16 / X;         // of a row in shared memory
+  static constexpr int PACKS = STEPS * 16 / X;         // of a key's row in shared memory
   static constexpr int SIDE_PACKS = KEYS * PACKS;      // of the keys of a tile, or of its values
   static constexpr int STAGES = 2;
-  static constexpr int COLUMNS = KEYS / 8;    // tiles of S
-  static constexpr int FEATURES = 2 * STEPS;  // tiles of O
+  static constexpr int COLUMNS = KEYS / 8;        // tiles of S
+  static constexpr int FEATURES = 2 * STEPS;      // tiles of O
+  static constexpr int QUERY_PACKS = 2 * STEPS;   // of a query's row in shared memory
+  static constexpr int WARP_KEYS = KEYS / WARPS;  // that a warp copies
+  static constexpr int32_t LAST_KEY = 0x7fffffff;
+  // How far logits, in units of log 2, may exceed the one that weights are relative to before that is moved: what has
+  // been accumulated is then multiplied anew. Weights of 2^8 are far from what float16 holds.
+  static constexpr float MOST_GROWTH = 8.0f;
+  static constexpr float SMALLEST_FACTOR = 0x1p-126f;  // the smallest normal number
+  static constexpr int HALVES = 2 * WARP_TILES;        // rows of which a lane holds parts: two of each tile
+  static_assert(WARP_KEYS % 8 == 0, "whole periods of rows in shared memory");
 
  public:
-  static constexpr int ROWS = 16 * WARPS, TILE_TOKENS = KEYS;
+  static constexpr int WARP_ROWS = 16 * WARP_TILES, ROWS = WARP_ROWS * WARPS, TILE_TOKENS = KEYS;
   // Numbers between the accumulators of two rows that are left: so many that rows written at once differ in banks.
   static constexpr int ACC_ROW = HEAD_SIZE + ((IS_FP8 ? 16 : 8) - HEAD_SIZE % 32 + 32) % 32;
-  static constexpr int RING_BYTES = STAGES * 2 * SIDE_PACKS * 16, ACC_BYTES = ROWS * ACC_ROW * 4;
-  static constexpr int OFFSET_BYTES = 2 * KEYS * static_cast<int>(sizeof(typename FlashSequence<cache_t>::Row));
-  static constexpr int SMEM_BYTES = (RING_BYTES > ACC_BYTES ? RING_BYTES : ACC_BYTES) + OFFSET_BYTES;
+  static constexpr int QUERY_BYTES = ROWS * QUERY_PACKS * 16, RING_BYTES = STAGES * 2 * SIDE_PACKS * 16;
+  static constexpr int ACC_BYTES = ROWS * ACC_ROW * 4;
+  static constexpr int INFO_BYTES = ROWS * 16;  // what is known of the rows
+  static constexpr int SMEM_BYTES =
+      (QUERY_BYTES + RING_BYTES > ACC_BYTES ? QUERY_BYTES + RING_BYTES : ACC_BYTES) + INFO_BYTES;
 
   __device__ __forceinline__ explicit MmaMainloop(char* smem)
-      : ring_smem_(reinterpret_cast<cache_t*>(smem)),
-        rows_smem_(reinterpret_cast<Row*>(smem + SMEM_BYTES - OFFSET_BYTES)) {}
+      : query_smem_(reinterpret_cast<product_t*>(smem) + first_row() * QUERY_PACKS * 8),
+        ring_smem_(reinterpret_cast<cache_t*>(smem + QUERY_BYTES)),
+        info_smem_(reinterpret_cast<RowInfo*>(smem + SMEM_BYTES - INFO_BYTES) + first_row()) {}
 
   // All threads of the CTA together. `query` and the options' slopes are those of the first query of the sequence and
   // the first head of all.
@@ -48,34 +65,44 @@ class MmaMainloop {
                                       const scalar_t* query, const ScoreOptions& options, const VarlenParams& params) {
     keys_ = tile.template keys<KEYS>(params);
     const int32_t first_tile = keys_.first / KEYS, end_tile = (keys_.end + KEYS - 1) / KEYS;
-    find_rows(sequence, first_tile);
+    find(sequence, first_tile);
     start_rows(tile, query, options, params);
-    __syncthreads();
     copy_tile(sequence, first_tile);
-    find_rows(sequence, first_tile + 1);
     for (int32_t i = first_tile; i < end_tile; i++) {
       wait_for_copies<0>();
-      __syncthreads();  // the tile and the offsets of the next are there, and all warps have done with the one before
+      if (!keys_.has(i * KEYS) || !keys_.has(i * KEYS + KEYS - 1)) clear_unseen_values(i);
+      __syncthreads();  // the tile is there, and all warps have done with the one before
       copy_tile(sequence, i + 1);
-      find_rows(sequence, i + 2);
-      float scores[COLUMNS][4] = {};
+      const int32_t first = i * KEYS, last = first + KEYS - 1;
+      if (!by_any_.has_of(first, KEYS)) continue;
+      float scores[WARP_TILES][COLUMNS][4] = {};
+      uint32_t weights[WARP_TILES][COLUMNS][2];
       multiply_keys(i, scores);
-      update(i * KEYS, options, scores);
-      multiply_values(i, scores);
+      if constexpr (HAS_OPTIONS)
+        apply_options(first, options, scores);
+      else if (!(options.scale_log2 > 0.0f))
+        multiply(options.scale_log2 == 0.0f ? 0.0f : -1.0f, scores);  // now the largest makes the largest logit
+      if (by_all_.has(first) && by_all_.has(last))
+        update<false>(first, options, scores, weights);
+      else
+        update<true>(first, options, scores, weights);
+      multiply_values(i, weights);
     }
     wait_for_copies<0>();
     __syncthreads();
   }
 
-  // Leaves the states of the rows, where the ring was: accumulators, and of each row the rest.
-  template <class States>
-  __device__ __forceinline__ void leave(const States& states_smem) const {
+  // Leaves the states of the warp's rows, where queries and keys were: accumulators, and of each row the rest.
+  __device__ __forceinline__ States<ACC_ROW> leave() const {
+    auto* acc_smem = reinterpret_cast<float*>(query_smem_ - first_row() * QUERY_PACKS * 8);
+    const States<ACC_ROW> states_smem(acc_smem, reinterpret_cast<float*>(info_smem_ - first_row()), ROWS);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int row = first_row() + 8 * h;
+    for (int h = 0; h < HALVES; h++) {
+      const int row = first_row() + row_of(h);
+      const float (&acc)[FEATURES][4] = acc_[h / 2];
 #pragma unroll
       for (int n = 0; n < FEATURES; n += 2) {
-        const float *first = &acc_[n][2 * h], *second = &acc_[n + 1][2 * h];
+        const float *first = &acc[n][2 * (h % 2)], *second = &acc[n + 1][2 * (h % 2)];
         float* target_smem = states_smem.at(row).acc + n * 8;
         if constexpr (IS_FP8) {
           if (n * 8 + column() * 4 < HEAD_SIZE)
@@ -89,170 +116,229 @@ class MmaMainloop {
       const float exp_sum = over_columns(exp_sum_[h], [](float x, float y) { return x + y; });
       if (column() == 0) states_smem.at(row).set({max_logit_[h], exp_sum});
     }
+    return states_smem;
   }
 
  private:
-  using Row = typename FlashSequence<cache_t>::Row;
-
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int column() { return lane() % 4; }
-  // A lane holds parts of this row of the tile and of the one 8 further on.
-  static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16 + lane() / 4; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+  static __device__ __forceinline__ int first_row() { return warp() * WARP_ROWS; }
+  // Of the warp's rows those of which a lane holds parts.
+  static __device__ __forceinline__ int row_of(int half) { return half * 8 + lane() / 4; }
 
   // ---- queries ------------------------------------------------------------------------------------------------------
 
-  // Which features a lane holds of a step, in two pairs: as ldmatrix spreads the keys' rows.
-  static __device__ __forceinline__ int feature(int step, int pair) {
-    return step * 16 + (IS_FP8 ? column() * 4 + pair * 2 : pair * 8 + column() * 2);
-  }
+  // What scores of a row may need.
+  struct __align__(16) RowInfo {
+    KeyRange seen;
+    int32_t position;
+    float slope;
+  };
 
   __device__ __forceinline__ void start_rows(const QueryTile& tile, const scalar_t* query, const ScoreOptions& options,
                                              const VarlenParams& params) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const QueryRow row = tile.row(first_row() + 8 * h, options, params);
-      seen_[h] = row.seen, position_[h] = row.position, slope_[h] = row.slope;
-      max_logit_[h] = -CUDART_INF_F, exp_sum_[h] = 0.0f;
-      Pack<scalar_t, 2> pairs[STEPS][2];
-#pragma unroll
-      for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-          pairs[i][pair] = {};
-          if (row.is_there && feature(i, pair) < HEAD_SIZE)
-            pairs[i][pair] = load_elements<2, IS_ALIGNED>(query + row.offset + feature(i, pair));
-        }
-      set_queries(h, pairs);
+    const QueryRow row = tile.row(lane() < WARP_ROWS ? first_row() + lane() : ROWS, options, params);
+    if (lane() < WARP_ROWS) info_smem_[lane()] = {row.seen, row.position, row.slope};
+    __syncwarp();
+    by_any_ = {__reduce_min_sync(WARP, row.is_there ? row.seen.first : LAST_KEY),
+               __reduce_max_sync(WARP, row.seen.end)};
+    by_all_ = {__reduce_max_sync(WARP, row.seen.first),
+               __reduce_min_sync(WARP, row.is_there ? row.seen.end : LAST_KEY)};
+    if constexpr (IS_FP8) {
+      convert_queries(query, row.offset);
+    } else {
+      const RowCopy<scalar_t, HEAD_SIZE, QUERY_PACKS, WARP_ROWS, IS_ALIGNED> rows;
+      rows.template copy<true>(reinterpret_cast<uint64_t>(query + row.offset), query_smem_);
     }
 #pragma unroll
-    for (int n = 0; n < FEATURES; n++)
+    for (int h = 0; h < HALVES; h++) {
+      max_logit_[h] = -CUDART_INF_F, exp_sum_[h] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4; i++) acc_[n][i] = 0.0f;
+      for (int n = 0; n < FEATURES; n++) acc_[h / 2][n][h % 2 * 2] = acc_[h / 2][n][h % 2 * 2 + 1] = 0.0f;
+    }
   }
 
-  __device__ __forceinline__ void set_queries(int h, const Pack<scalar_t, 2> (&pairs)[STEPS][2]) {
-    float largest = 1.0f;
-    if constexpr (IS_CONVERTED) {
-      largest = 0.0f;
+  // Queries for codes: as what codes become, and in the order in which ldmatrix spreads those of a key: of 16 features
+  // a lane column gets four that adjoin.
+  __device__ __forceinline__ void convert_queries(const scalar_t* query, int64_t offset_of_lane) {
+#pragma unroll 4
+    for (int row = 0; row < WARP_ROWS; row++) {
+      const scalar_t* source = query + __shfl_sync(WARP, offset_of_lane, row);
+      constexpr int ROUNDS = (STEPS * 8 + 31) / 32;
+      Pack<scalar_t, 2> pairs[ROUNDS];
+      float largest = IS_CONVERTED ? 0.0f : 1.0f;
 #pragma unroll
-      for (int i = 0; i < 4 * STEPS; i++) largest = fmaxf(largest, fabsf(to_float(pairs[i / 4][i / 2 % 2].get(i % 2))));
-      largest = over_columns(largest, [](float x, float y) { return fmaxf(x, y); });
-    }
-    const PowerOfTwo power(PowerOfTwo::exponent_of(largest));
-    power_[h] = power.value;
+      for (int i = 0; i < ROUNDS; i++) {
+        const int feature = (i * 32 + lane()) * 2;
+        pairs[i].word = feature < HEAD_SIZE ? load_elements<2, IS_ALIGNED>(source + feature).word : 0;
+        if (IS_CONVERTED)
+          largest = fmaxf(largest, fmaxf(fabsf(to_float(pairs[i].get(0))), fabsf(to_float(pairs[i].get(1)))));
+      }
+      const PowerOfTwo power(PowerOfTwo::exponent_of(IS_CONVERTED ? max_over_warp(largest) : 1.0f));
+      if (lane() == row) power_ = power.value;
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; i++) {
-      const Pack<scalar_t, 2>& pair = pairs[i / 2][i % 2];
-      query_[i / 2][2 * (i % 2) + h] = IS_CONVERTED ? pair_of_floats(to_float(pair.get(0)) * power.inverse,
-                                                                     to_float(pair.get(1)) * power.inverse, product_t{})
-                                                    : pair.word;
+      for (int i = 0; i < ROUNDS; i++) {
+        const int pair = i * 32 + lane(), step = pair / 8, in_step = pair % 8;
+        const uint32_t word = IS_CONVERTED ? pair_of_floats(to_float(pairs[i].get(0)) * power.inverse,
+                                                            to_float(pairs[i].get(1)) * power.inverse, product_t{})
+                                           : pairs[i].word;
+        const int place = SwizzledRows<QUERY_PACKS>::place(row, step * 2 + in_step % 2);
+        if (step < STEPS) reinterpret_cast<uint32_t*>(query_smem_)[place * 4 + in_step / 2] = word;
+      }
     }
+    __syncwarp();
   }
 
   // ---- copies -------------------------------------------------------------------------------------------------------
 
-  // Where the rows of a tile's keys and values lie; 0, which is always there, for those that nobody sees.
-  __device__ __forceinline__ void find_rows(const FlashSequence<cache_t>& sequence, int32_t tile) {
-    for (int i = threadIdx.x; i < KEYS; i += blockDim.x) {
-      const int32_t token = tile * KEYS + i;
-      rows_smem_[tile % 2 * KEYS + i] = keys_.has(token) ? sequence.row(token) : Row{0, 0};
-    }
+  // Looks up where the rows lie that this warp copies of a tile, a lane for each; 0, which is always there, for keys
+  // that nobody sees.
+  __device__ __forceinline__ void find(const FlashSequence<cache_t>& sequence, int32_t tile) {
+    const int32_t token = tile * KEYS + warp() * WARP_KEYS + lane() % WARP_KEYS;
+    next_ = {0, 0};
+    if (keys_.has(token)) next_ = sequence.find(token);
   }
 
-  // Of the keys of a tile, or its values: the pack of a row. Eight rows that ldmatrix reads at once differ in banks.
-  static __device__ __forceinline__ int place(int row, int pack) {
-    constexpr int CYCLE = PACKS % 8 == 0 ? 8 : PACKS % 4 == 0 ? 4 : PACKS % 2 == 0 ? 2 : 1;
-    return row * PACKS + (pack ^ row / (8 / CYCLE) % CYCLE);
-  }
   __device__ __forceinline__ cache_t* side_smem(int32_t tile, bool is_value) const {
     return ring_smem_ + (tile % STAGES * 2 + is_value) * (SIDE_PACKS * X);
   }
 
+  // The tile that was looked up, and looks up the next.
   __device__ __forceinline__ void copy_tile(const FlashSequence<cache_t>& sequence, int32_t tile) {
     if (tile * KEYS < keys_.end) {
-      for (int i = threadIdx.x; i < SIDE_PACKS; i += blockDim.x) {
-        const int row = i / PACKS, pack = i % PACKS;
-        const bool is_seen = keys_.has(tile * KEYS + row);
-        const Row offsets = rows_smem_[tile % 2 * KEYS + row];
-        copy_pack(side_smem(tile, false) + place(row, pack) * X, sequence.key + offsets.key + pack * X, pack, is_seen);
-        copy_pack(side_smem(tile, true) + place(row, pack) * X, sequence.value + offsets.value + pack * X, pack,
-                  is_seen);
-      }
+      const auto row = sequence.row(next_);
+      const int offset = warp() * WARP_KEYS * PACKS * X;
+      rows_.template copy<!IS_ALIGNED>(reinterpret_cast<uint64_t>(sequence.key + row.key),
+                                       side_smem(tile, false) + offset);
+      rows_.template copy<!IS_ALIGNED>(reinterpret_cast<uint64_t>(sequence.value + row.value),
+                                       side_smem(tile, true) + offset);
+      find(sequence, tile + 1);
     }
     commit_copies();
   }
 
-  // A pack of a row's features; zeros past its end.
-  static __device__ __forceinline__ void copy_pack(cache_t* target_smem, const cache_t* source, int pack,
-                                                   bool is_seen) {
-    if constexpr (IS_ALIGNED) {
-      const bool is_there = is_seen && pack * X < HEAD_SIZE;
-      copy_async(target_smem, is_there ? source : source - pack * X, is_there);
-    } else {
-#pragma unroll
-      for (int i = 0; i < X; i++) target_smem[i] = is_seen && pack * X + i < HEAD_SIZE ? source[i] : cache_t{};
-    }
+  // Those of the warp's rows. Values that nobody sees may be anything, and 0 x NaN is NaN.
+  __device__ __forceinline__ void clear_unseen_values(int32_t tile) const {
+    auto* packs_smem = reinterpret_cast<uint4*>(side_smem(tile, true)) + warp() * WARP_KEYS * PACKS;
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane(); i < WARP_KEYS * PACKS; i += 32)
+      if (!keys_.has(tile * KEYS + warp() * WARP_KEYS + i / PACKS)) packs_smem[i] = {};
   }
 
-  // ---- S = Q K^T  [16, KEYS] ----------------------------------------------------------------------------------------
+  // ---- S = Q K^T  [WARP_ROWS, KEYS] ---------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void multiply_keys(int32_t tile, float (&scores)[COLUMNS][4]) const {
-    const cache_t* keys_smem = side_smem(tile, false);
+  __device__ __forceinline__ void multiply_keys(int32_t tile, float (&scores)[WARP_TILES][COLUMNS][4]) const {
+    const int row = IS_FP8 ? lane() : lane() / 16 * 8 + lane() % 8, pack = IS_FP8 ? 0 : lane() / 8 % 2;
+    const SwizzledReader<PACKS> keys_smem(side_smem(tile, false), row, pack);
+    const SwizzledReader<QUERY_PACKS> queries_smem(query_smem_, lane() % 16, lane() / 16);
 #pragma unroll
-    for (int step = 0; step < STEPS; step++)
+    for (int step = 0; step < STEPS; step++) {
+      uint32_t queries[WARP_TILES][4];
+#pragma unroll
+      for (int m = 0; m < WARP_TILES; m++) load_matrices(queries[m], queries_smem.at(m * 16, step * 2));
 #pragma unroll
       for (int n = 0; n < COLUMNS; n += IS_FP8 ? 4 : 2) {
         uint32_t matrices[4];
         if constexpr (IS_FP8) {  // 32 keys of one pack
-          load_matrices(matrices, keys_smem + place(n * 8 + lane(), step) * X);
+          load_matrices(matrices, keys_smem.at(n * 8, step));
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             const WordHalves codes = halves(matrices[i]);
-            multiply_add(scores[n + i], query_[step],
-                         {float16_pair<FP8_FORMAT<cache_t>>(codes.low), float16_pair<FP8_FORMAT<cache_t>>(codes.high)},
-                         product_t{});
+            const uint32_t keys[2] = {float16_pair<FP8_FORMAT<cache_t>>(codes.low),
+                                      float16_pair<FP8_FORMAT<cache_t>>(codes.high)};
+#pragma unroll
+            for (int m = 0; m < WARP_TILES; m++) multiply_add(scores[m][n + i], queries[m], keys, product_t{});
           }
         } else {  // 16 keys of two packs
-          load_matrices(matrices,
-                        keys_smem + place(n * 8 + lane() / 16 * 8 + lane() % 8, step * 2 + lane() / 8 % 2) * X);
-          multiply_add(scores[n], query_[step], {matrices[0], matrices[1]}, product_t{});
-          multiply_add(scores[n + 1], query_[step], {matrices[2], matrices[3]}, product_t{});
+          load_matrices(matrices, keys_smem.at(n * 8, step * 2));
+#pragma unroll
+          for (int m = 0; m < WARP_TILES; m++) {
+            multiply_add(scores[m][n], queries[m], {matrices[0], matrices[1]}, product_t{});
+            multiply_add(scores[m][n + 1], queries[m], {matrices[2], matrices[3]}, product_t{});
+          }
         }
       }
+    }
   }
 
   // ---- softmax ------------------------------------------------------------------------------------------------------
 
-  // From scores to weights.
-  __device__ __forceinline__ void update(int32_t first_key, const ScoreOptions& options, float (&scores)[COLUMNS][4]) {
+  static __device__ __forceinline__ int key_of(int number) { return number / 2 * 8 + column() * 2 + number % 2; }
+
+  // From scores to logits.
+  __device__ __forceinline__ void apply_options(int32_t first_key, const ScoreOptions& options,
+                                                float (&scores)[WARP_TILES][COLUMNS][4]) const {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const bool is_edge = first_key < seen_[h].first || first_key + KEYS > seen_[h].end;
+    for (int h = 0; h < HALVES; h++) {
+      const RowInfo row = info_smem_[row_of(h)];
       ScoreOptions of_row = options;
-      of_row.query_position = position_[h];
-      const float factor = options.are_plain() ? options.scale_log2 * power_[h] : 1.0f;
-      float largest = max_logit_[h];
+      of_row.query_position = row.position;
+      const float power = power_of(h);
 #pragma unroll
       for (int i = 0; i < 2 * COLUMNS; i++) {
-        float& score = scores[i / 2][2 * h + i % 2];
-        const int32_t key = first_key + i / 2 * 8 + column() * 2 + i % 2;
-        if (!options.are_plain()) score = of_row.logit(score * power_[h], slope_[h], key);
-        if (is_edge && !seen_[h].has(key)) score = CUDART_NAN_F;  // which no maximum takes
-        largest = fmaxf(largest, score * factor);
+        float& score = scores[h / 2][i / 2][h % 2 * 2 + i % 2];
+        score = of_row.logit(score * power, row.slope, first_key + key_of(i));
       }
-      largest = over_columns(largest, [](float x, float y) { return fmaxf(x, y); });
-      const float rescale = weight(max_logit_[h], largest);
-      max_logit_[h] = largest, exp_sum_[h] *= rescale;
-#pragma unroll
-      for (int i = 0; i < 2 * COLUMNS; i++) {
-        float& score = scores[i / 2][2 * h + i % 2];
-        const int32_t key = first_key + i / 2 * 8 + column() * 2 + i % 2;
-        score = is_edge && !seen_[h].has(key) ? 0.0f : weight(score, factor, largest);
-        exp_sum_[h] += score;
-      }
-#pragma unroll
-      for (int n = 0; n < FEATURES; n++) acc_[n][2 * h] *= rescale, acc_[n][2 * h + 1] *= rescale;
     }
+  }
+
+  static __device__ __forceinline__ void multiply(float factor, float (&scores)[WARP_TILES][COLUMNS][4]) {
+#pragma unroll
+    for (int i = 0; i < WARP_TILES * COLUMNS * 4; i++) scores[i / 4 / COLUMNS][i / 4 % COLUMNS][i % 4] *= factor;
+  }
+
+  __device__ __forceinline__ float power_of(int half) const {
+    return IS_CONVERTED ? __shfl_sync(WARP, power_, row_of(half)) : 1.0f;
+  }
+
+  // From scores to weights, as pairs of an operand. At an edge some keys are not seen by some rows.
+  template <bool IS_EDGE>
+  __device__ __forceinline__ void update(int32_t first_key, const ScoreOptions& options,
+                                         float (&scores)[WARP_TILES][COLUMNS][4],
+                                         uint32_t (&weights)[WARP_TILES][COLUMNS][2]) {
+    float rescale[HALVES];
+    bool is_same = true;
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+      // Never 0, by which minus infinity would be no number; what is below that is 0 in effect.
+      const float factor = HAS_OPTIONS ? 1.0f : fmaxf(fabsf(options.scale_log2) * power_of(h), SMALLEST_FACTOR);
+      if constexpr (IS_EDGE) {
+        const KeyRange seen = info_smem_[row_of(h)].seen;
+        const uint32_t first = first_key + column() * 2 - seen.first, count = max(0, seen.end - seen.first);
+#pragma unroll
+        for (int i = 0; i < 2 * COLUMNS; i++)
+          if (first + (i / 2 * 8 + i % 2) >= count) scores[h / 2][i / 2][h % 2 * 2 + i % 2] = -CUDART_INF_F;
+      }
+      float largest = -CUDART_INF_F;
+#pragma unroll
+      for (int i = 0; i < 2 * COLUMNS; i++) largest = fmaxf(largest, scores[h / 2][i / 2][h % 2 * 2 + i % 2]);
+      largest = over_columns(largest, [](float x, float y) { return fmaxf(x, y); });
+      largest *= factor;  // rounding keeps order
+      if (!(largest > max_logit_[h] + MOST_GROWTH)) largest = max_logit_[h];
+      is_same &= largest == max_logit_[h];
+      rescale[h] = weight(max_logit_[h], largest);
+      max_logit_[h] = largest;
+      float sum = exp_sum_[h] * rescale[h];
+#pragma unroll
+      for (int n = 0; n < COLUMNS; n++) {
+        float pair[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          pair[i] = weight(scores[h / 2][n][h % 2 * 2 + i], factor, largest);
+          sum += pair[i];
+        }
+        weights[h / 2][n][h % 2] = pair_of_floats(pair[0], pair[1], product_t{});
+      }
+      exp_sum_[h] = sum;
+    }
+    if (__all_sync(WARP, is_same)) return;  // which is the rule after a tile or two
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+      for (int n = 0; n < FEATURES; n++)
+        acc_[h / 2][n][h % 2 * 2] *= rescale[h], acc_[h / 2][n][h % 2 * 2 + 1] *= rescale[h];
   }
 
   // The sum or maximum over the lanes that hold the other columns of a row.
@@ -263,24 +349,26 @@ class MmaMainloop {
     return value;
   }
 
-  // ---- O += P V  [16, HEAD_SIZE] ------------------------------------------------------------------------------------
+  // ---- O += P V  [WARP_ROWS, HEAD_SIZE] -----------------------------------------------------------------------------
 
   // Of two tiles of 8 columns of O a lane holds four features: two that adjoin of each, or with fp8, whose codes come
   // in pairs, four that adjoin, the even ones in the first tile.
-  __device__ __forceinline__ void multiply_values(int32_t tile, const float (&weights)[COLUMNS][4]) {
-    const cache_t* values_smem = side_smem(tile, true);
+  __device__ __forceinline__ void multiply_values(int32_t tile, const uint32_t (&weights)[WARP_TILES][COLUMNS][2]) {
+    constexpr int FRAGMENTS = IS_FP8 ? 2 : 1;  // of 16 keys
+    const int row = IS_FP8 ? lane() : lane() % 16, pack = IS_FP8 ? 0 : lane() / 16;
+    const SwizzledReader<PACKS> values_smem(side_smem(tile, true), row, pack);
 #pragma unroll
-    for (int first = 0; first < COLUMNS; first += IS_FP8 ? 4 : 2) {  // of 8 keys
-      uint32_t operands[IS_FP8 ? 2 : 1][4];
+    for (int first = 0; first < COLUMNS; first += 2 * FRAGMENTS) {  // of 8 keys
+      uint32_t operands[WARP_TILES][FRAGMENTS][4];
 #pragma unroll
-      for (int i = 0; i < (IS_FP8 ? 8 : 4); i++)
-        operands[i / 4][i % 4] =
-            pair_of_floats(weights[first + i / 2][i % 2 * 2], weights[first + i / 2][i % 2 * 2 + 1], product_t{});
+      for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+        for (int i = 0; i < 4 * FRAGMENTS; i++) operands[m][i / 4][i % 4] = weights[m][first + i / 2][i % 2];
 #pragma unroll
       for (int n = 0; n < FEATURES; n += 2) {
         uint32_t matrices[4];
         if constexpr (IS_FP8) {  // 32 keys of one pack, two features to a word
-          load_matrices_transposed(matrices, values_smem + place(first * 8 + lane(), n / 2) * X);
+          load_matrices_transposed(matrices, values_smem.at(first * 8, n / 2));
           uint32_t even[4], odd[4];
 #pragma unroll
           for (int i = 0; i < 4; i++) {
@@ -289,28 +377,35 @@ class MmaMainloop {
             odd[i] = float16_pair<FP8_FORMAT<cache_t>>(codes.high);
           }
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            multiply_add(acc_[n], operands[i], {even[2 * i], even[2 * i + 1]}, product_t{});
-            multiply_add(acc_[n + 1], operands[i], {odd[2 * i], odd[2 * i + 1]}, product_t{});
-          }
+          for (int m = 0; m < WARP_TILES; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              multiply_add(acc_[m][n], operands[m][i], {even[2 * i], even[2 * i + 1]}, product_t{});
+              multiply_add(acc_[m][n + 1], operands[m][i], {odd[2 * i], odd[2 * i + 1]}, product_t{});
+            }
         } else {  // 16 keys of two packs
-          load_matrices_transposed(matrices, values_smem + place(first * 8 + lane() % 16, n + lane() / 16) * X);
-          multiply_add(acc_[n], operands[0], {matrices[0], matrices[1]}, product_t{});
-          multiply_add(acc_[n + 1], operands[0], {matrices[2], matrices[3]}, product_t{});
+          load_matrices_transposed(matrices, values_smem.at(first * 8, n));
+#pragma unroll
+          for (int m = 0; m < WARP_TILES; m++) {
+            multiply_add(acc_[m][n], operands[m][0], {matrices[0], matrices[1]}, product_t{});
+            multiply_add(acc_[m][n + 1], operands[m][0], {matrices[2], matrices[3]}, product_t{});
+          }
         }
       }
     }
   }
 
+  product_t* query_smem_;  // of the warp: [WARP_ROWS, STEPS * 16]
   cache_t* ring_smem_;
-  Row* rows_smem_;  // [2, KEYS]
+  RowCopy<cache_t, HEAD_SIZE, PACKS, WARP_KEYS, IS_ALIGNED> rows_;
+  RowInfo* info_smem_;                          // [WARP_ROWS]
+  typename FlashSequence<cache_t>::Slot next_;  // of the row that a lane knows of the tile to be copied
   KeyRange keys_;
-  // Of a lane's two rows.
-  KeyRange seen_[2];
-  int32_t position_[2];
-  float slope_[2], power_[2], max_logit_[2], exp_sum_[2];
-  uint32_t query_[STEPS][4];
-  float acc_[FEATURES][4];
+  KeyRange by_any_, by_all_;  // what is seen by any of the warp's rows, by all of them
+  float power_ = 1.0f;        // of the row that a lane knows
+  // Of the rows of which it holds parts.
+  float max_logit_[HALVES], exp_sum_[HALVES];
+  float acc_[WARP_TILES][FEATURES][4];
 };
 
 }  // namespace pagedkv

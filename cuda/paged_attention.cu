@@ -1,86 +1,32 @@
 // paged_attention_v1 and v2: attention of one query token per sequence over a packed cache.
 //
-// A warp takes up to HEADS query heads that share a kv head, so that K and V are read once for all of them. The warps
-// of a team scan the tiles of a segment in turn, each with softmax states of its own, which the team then merges. v1
-// has one segment per sequence. v2 has several, which leave their states in a workspace, and the team that arrives last
-// merges them in their order. How segments are cut is in partition.cuh, what a warp does with a tile in
-// tensor_core_scan.cuh and, for float32, in cuda_core_scan.cuh.
-#include "convert.cuh"
+// v1 has one segment per sequence, v2 several: decode.cuh.
 #include "cuda_core_scan.cuh"
-#include "paging.cuh"
-#include "params.cuh"
-#include "partition.cuh"
-#include "states.cuh"
+#include "decode.cuh"
+#include "packed_tile.cuh"
 #include "tensor_core_scan.cuh"
 
 namespace pagedkv {
 
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
 struct ScanOf {
-  using type = TensorCoreScan<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>;
+  using Tile = PackedTile<cache_t, HEAD_SIZE, BLOCK_SIZE, IS_ALIGNED>;
+  using type = TensorCoreScan<scalar_t, Tile, HEADS, TILES_AHEAD, IS_ALIGNED>;
 };
 template <int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
 struct ScanOf<float, float, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED> {
   using type = CudaCoreScan<HEAD_SIZE, BLOCK_SIZE, HEADS, IS_ALIGNED>;
 };
 
-// Where the results of a unit's heads go.
-template <class scalar_t, bool IS_ALIGNED>
-struct Results {
-  scalar_t* out;      // of the unit's sequence and first head
-  float* lse;         // likewise, or null
-  const void* sinks;  // [num_heads], or null
-  float v_scale;
-  int32_t first_head;
-  const DecodeParams& params;
+// Sequence s has query s.
+struct QueryOfEach {
+  const int32_t* seq_lens;
+  int64_t seq_len_stride;
 
-  __device__ __forceinline__ Results(scalar_t* out, float* lse, const void* sinks, const Scale& v_scale,
-                                     const Segment& segment, const DecodeParams& params)
-      : out(out + segment.sequence * params.out_token_stride + segment.first_head * params.out_head_stride),
-        lse(lse == nullptr
-                ? nullptr
-                : lse + segment.sequence * params.lse_token_stride + segment.first_head * params.lse_head_stride),
-        sinks(sinks),
-        v_scale(v_scale.of_head(segment.kv_head)),
-        first_head(segment.first_head),
-        params(params) {}
-
-  template <int HEAD_SIZE>
-  __device__ __forceinline__ void write(int head, SoftmaxState state, const WarpRow<HEAD_SIZE>& row) const {
-    float factor = v_scale;
-    if (sinks != nullptr) factor *= state.merge({sink(head) * LOG2_E, 1.0f}).x;
-    factor *= state.normalizer();
-#pragma unroll
-    for (int i = 0; i < row.PACKS; i++) {
-      if (!row.is_there(i)) continue;
-      Pack<scalar_t, 4> pack;
-      const float4& numbers = row.packs[i];
-      pack.set(0, from_float<scalar_t>(numbers.x * factor)), pack.set(1, from_float<scalar_t>(numbers.y * factor));
-      pack.set(2, from_float<scalar_t>(numbers.z * factor)), pack.set(3, from_float<scalar_t>(numbers.w * factor));
-      store_elements<IS_ALIGNED>(out + head * params.out_head_stride + row.feature(i), pack);
-    }
-    if (lse != nullptr && threadIdx.x % 32 == 0) lse[head * params.lse_head_stride] = state.lse();
-  }
-
-  __device__ __forceinline__ float sink(int head) const {
-    const int64_t offset = (first_head + head) * params.sink_stride;
-    return params.sinks_are_float32 ? static_cast<const float*>(sinks)[offset]
-                                    : to_float(static_cast<const scalar_t*>(sinks)[offset]);
-  }
+  __device__ __forceinline__ int32_t seq_len(int32_t sequence) const { return seq_lens[sequence * seq_len_stride]; }
+  __device__ __forceinline__ int64_t row(int32_t sequence) const { return sequence; }
+  __device__ __forceinline__ bool is_there(int32_t) const { return true; }
 };
-
-// Whether this team is the last of `count` to arrive; what the others have written is then there to be read.
-__device__ __forceinline__ bool is_last_to_arrive(int32_t* counter, int32_t count, const Team& team) {
-  __shared__ bool is_last_smem[32];
-  team.sync();
-  if (team.warp == 0 && threadIdx.x % 32 == 0) {
-    const bool is_last = arrive(counter) == count - 1;
-    if (is_last) *counter = 0;  // as the next launch wants it
-    is_last_smem[team.index] = is_last;
-  }
-  team.sync();
-  return is_last_smem[team.index];
-}
 
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int WARPS, int TILES_AHEAD,
           bool IS_ALIGNED>
@@ -100,78 +46,21 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                     int32_t* counters,                         // [num_units] zeros, or null likewise
                     const __grid_constant__ DecodeParams params) {
   using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>::type;
-  using WarpStates = States<Scan::ACC_ROW>;
-  using SegmentStates = States<HEAD_SIZE>;
-  static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
   // What is not quantised has no scale, whatever the caller gave.
   constexpr bool HAS_SCALES = !IS_SAME<scalar_t, cache_t>;
-  const Scale scale_of_k{HAS_SCALES ? k_scale : nullptr, params.k_scale, params.k_scale_stride};
-  const Scale scale_of_v{HAS_SCALES ? v_scale : nullptr, params.v_scale, params.v_scale_stride};
-  extern __shared__ uint4 smem[];                // the warps' scans
-  __shared__ float sums_smem[WARPS][2 * HEADS];  // of the states that they leave
-  __shared__ float* acc_smem[WARPS];
-  const Team team(params.team_warps);
-  const int warp = threadIdx.x / 32, first_warp = warp - team.warp;
-  Scan scan(reinterpret_cast<char*>(smem) + warp * Scan::SMEM_BYTES);
-  float* partial_acc = static_cast<float*>(workspace);
-  const SegmentStates partials(partial_acc, partial_acc + params.num_states * HEAD_SIZE, params.num_states);
-
-  const auto start = [&](const Segment& segment) {
-    const PackedSequence<cache_t, BLOCK_SIZE> sequence{key_cache + segment.kv_head * params.key_head_stride,
-                                                       value_cache + segment.kv_head * params.value_head_stride,
-                                                       block_tables + segment.sequence * params.table_stride,
-                                                       params.table_step,
-                                                       params.key_block_stride,
-                                                       params.value_block_stride,
-                                                       segment.first_token,
-                                                       segment.end_token};
-    scan.start(sequence, segment.first_token / Scan::TILE_TOKENS + team.warp, team.warps,
-               query + segment.sequence * params.query_token_stride + segment.first_head * params.query_head_stride,
-               params.query_head_stride, segment.num_heads);
+  const DecodeArrays<scalar_t> arrays{
+      query, alibi_slopes, sinks,   HAS_SCALES ? k_scale : nullptr, HAS_SCALES ? v_scale : nullptr, out,
+      lse,   workspace,    counters};
+  const auto sequence_of = [&](const Segment& segment) {
+    return PackedSequence<cache_t, BLOCK_SIZE>{key_cache + segment.kv_head * params.key_head_stride,
+                                               value_cache + segment.kv_head * params.value_head_stride,
+                                               block_tables + segment.sequence * params.table_stride,
+                                               params.table_step,
+                                               params.key_block_stride,
+                                               params.value_block_stride,
+                                               segment.seen};
   };
-
-  Schedule<Scan::TILE_TOKENS, HEADS> schedule(seq_lens, params, team.index);
-  Segment segment, following;
-  for (bool has_segment = false;; has_segment = true) {
-    const bool has_following = schedule.next(following);
-    if (has_following) start(following);
-    if (has_segment) {
-      team.sync();  // all of its warps have left their states
-      const Results<scalar_t, IS_ALIGNED> results(out, lse, sinks, scale_of_v, segment, params);
-      // First the states of the warps and then, if there are several and this team is the last, those of the segments:
-      // by the same code, since code that runs for the first time comes slowly.
-#pragma unroll 1
-      for (bool of_warps = true;; of_warps = false) {
-        const bool is_result = !of_warps || segment.num_partials == 1;
-        const auto locate = [&](int i, int head) {
-          return of_warps ? WarpStates(acc_smem[first_warp + i], sums_smem[first_warp + i], HEADS).at(head)
-                          : partials.at(segment.state(i, head));
-        };
-#pragma unroll 1
-        for (int head = team.warp; head < segment.num_heads; head += team.warps) {
-          WarpRow<HEAD_SIZE> row;
-          const SoftmaxState state =
-              merge_by_warp(of_warps ? team.warps : segment.num_partials, [&](int i) { return locate(i, head); }, row);
-          if (is_result)
-            results.write(head, state, row);
-          else
-            row.store(partials.at(segment.state(segment.partial, head)), state);
-        }
-        if (is_result || !is_last_to_arrive(counters + segment.unit, segment.num_partials, team)) break;
-      }
-      team.sync();  // the states have been read
-    }
-    if (!has_following) break;
-    segment = following;
-    schedule.find_partials(segment);
-
-    const float scale = params.scale * scale_of_k.of_head(segment.kv_head);
-    const float* slopes = alibi_slopes == nullptr ? nullptr : alibi_slopes + segment.first_head * params.slope_stride;
-    scan.run({scale, scale * LOG2_E, params.softcap, approximate_reciprocal(params.softcap), slopes,
-              params.slope_stride, segment.query_position});
-    if (threadIdx.x % 32 == 0) acc_smem[warp] = scan.acc_smem();
-    scan.leave(WarpStates(scan.acc_smem(), sums_smem[warp], HEADS));
-  }
+  decode<Scan, HEADS, WARPS, IS_ALIGNED>(arrays, QueryOfEach{seq_lens, params.seq_len_stride}, sequence_of, params);
 }
 
 }  // namespace pagedkv

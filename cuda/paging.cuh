@@ -15,6 +15,15 @@ __device__ __forceinline__ SlotPosition locate(int64_t slot, const FastDivisor& 
   return {block, static_cast<int32_t>(slot - block * block_size.divisor)};
 }
 
+// Keys from `first` on, before `end`.
+struct KeyRange {
+  int32_t first, end;
+
+  __device__ __forceinline__ bool has(int32_t key) const { return key >= first && key < end; }
+  // Any of so many.
+  __device__ __forceinline__ bool has_of(int32_t key, int32_t count) const { return key < end && key + count > first; }
+};
+
 // The keys and values of one sequence and kv head in a packed cache, those that a query sees. Blocks without any are
 // never followed: their ids may be anything.
 template <class cache_t, int BLOCK_SIZE>
@@ -25,15 +34,11 @@ struct PackedSequence {
   const cache_t* value;
   const int32_t* block_table;  // of the sequence
   int64_t table_step, key_block_stride, value_block_stride;
-  int32_t first_token, end_token;
+  KeyRange seen;
 
-  // Whether any of `count` tokens is seen.
-  __device__ __forceinline__ bool sees(int32_t token, int32_t count) const {
-    return token < end_token && token + count > first_token;
-  }
   // The block of a token; 0, which is always there, for one next to which none is seen.
   __device__ __forceinline__ int32_t block_of(int32_t token, int32_t count) const {
-    return sees(token, count) ? block_table[token / BLOCK_SIZE * table_step] : 0;
+    return seen.has_of(token, count) ? block_table[token / BLOCK_SIZE * table_step] : 0;
   }
   __device__ __forceinline__ const cache_t* key_pack(int32_t block, int32_t token, int32_t pack) const {
     return key + block * key_block_stride + (pack * BLOCK_SIZE + token % BLOCK_SIZE) * X;
@@ -55,12 +60,23 @@ struct FlashSequence {
   struct Row {
     int64_t key, value;  // offsets
   };
-  __device__ __forceinline__ Row row(int32_t token) const {
-    const int64_t entry = block_size.divide(token), block = block_table[entry * table_step];
-    const int64_t offset = token - entry * block_size.divisor;
-    return {block * key_block_stride + offset * key_token_stride,
-            block * value_block_stride + offset * value_token_stride};
+  struct Slot {
+    int32_t block, offset;
+  };
+  __device__ __forceinline__ Slot find(int32_t token) const {
+    const SlotPosition position = locate(token, block_size);
+    return {block_table[position.block * table_step], position.offset};
   }
+  __device__ __forceinline__ Row row(const Slot& slot) const {
+    return {slot.block * key_block_stride + slot.offset * key_token_stride,
+            slot.block * value_block_stride + slot.offset * value_token_stride};
+  }
+};
+
+// The same, and what of it a query sees.
+template <class cache_t>
+struct SeenFlashSequence : FlashSequence<cache_t> {
+  KeyRange seen;
 };
 
 }  // namespace pagedkv

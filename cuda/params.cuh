@@ -40,22 +40,26 @@ struct DecodeParams {
   int64_t query_token_stride;
   int64_t query_head_stride;
   int64_t key_block_stride;
+  int64_t key_token_stride;  // flash layouts only: the packed layout fixes its inner axes
   int64_t key_head_stride;
   int64_t value_block_stride;
+  int64_t value_token_stride;
   int64_t value_head_stride;
   int64_t table_stride;  // between the rows of the block table
   int64_t table_step;    // inside one
   int64_t seq_len_stride;
+  int64_t query_start_stride;  // flash layouts only
   int64_t out_token_stride;
   int64_t out_head_stride;
   int64_t lse_head_stride;
   int64_t lse_token_stride;
   int64_t slope_stride;
   int64_t sink_stride;
-  int64_t num_states;  // that the workspace holds
-  float scale;         // of q . k
-  float softcap;       // 0 for none
-  float k_scale;       // used where the kernel's pointer is null
+  int64_t num_states;      // that the workspace holds
+  FastDivisor block_size;  // flash layouts only
+  float scale;             // of q . k
+  float softcap;           // 0 for none
+  float k_scale;           // used where the kernel's pointer is null
   float v_scale;
   int32_t k_scale_stride;  // between the scales of heads, 0 where all share one
   int32_t v_scale_stride;
@@ -64,7 +68,8 @@ struct DecodeParams {
   int32_t units_per_kv_head;   // parts of a group
   int32_t units_per_sequence;  // num_kv_heads times those
   int32_t units_per_bundle;    // that a CTA takes at once
-  int32_t bundles_per_sequence;
+  int32_t ctas_per_share;      // bundles of a group
+  int32_t groups_per_sequence;
   int32_t team_warps;      // of a CTA's, for each of its units
   int32_t window_left;     // -1 for no bound
   int32_t partition_size;  // tokens; 0 for equal shares
@@ -106,7 +111,8 @@ struct VarlenParams {
   int32_t k_scale_stride;  // between the scales of heads, 0 where all share one
   int32_t v_scale_stride;
   int32_t num_seqs;
-  int32_t window_left;  // -1 for no bound
+  int32_t least_queries;  // of a sequence: those with fewer are left to others
+  int32_t window_left;    // -1 for no bound
   int32_t window_right;
   int32_t sinks_are_float32;  // else they have the query's dtype
 };

@@ -26,6 +26,10 @@ __device__ __forceinline__ long long pinned(long long x) {
   asm volatile("" : "+l"(x));
   return x;
 }
+__device__ __forceinline__ int pinned(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 __device__ __forceinline__ float pinned(float x) {
   asm volatile("" : "+f"(x));
   return x;
@@ -101,14 +105,18 @@ __device__ __forceinline__ float max_over_warp(float x) {
   return x;
 }
 
+// An address in shared memory as instructions take it.
+__device__ __forceinline__ uint32_t address_of(const void* smem) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+}
+
 // ---- asynchronous copies --------------------------------------------------------------------------------------------
 
 // Begins to copy 16 bytes into shared memory; zeros if `there` is false, and then nothing is read. By way of L1
 // (`.ca`): on an H200, copies past it, bulk copies among them, come to 3.8 TB/s where these reach 4.5 if L1 has 60 KB
 // left.
 __device__ __forceinline__ void copy_async(void* target_smem, const void* source, bool there) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(target_smem))),
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address_of(target_smem)),
                "l"(__cvta_generic_to_global(source)), "r"(there ? 16 : 0)
                : "memory");
 }
@@ -142,18 +150,18 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 
 // Four 8 x 8 matrices of 16-bit words. Lane l gives the address of row l % 8 of matrix l / 8 and gets of each matrix
 // words 2 (l % 4) and the next of row l / 4.
-__device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const void* row_smem) {
+__device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row_smem)))
+               : "r"(row_smem)
                : "memory");
 }
 
 // The same, but of each matrix numbers 2 (l % 4) and the next of column l / 4.
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], const void* row_smem) {
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row_smem)))
+               : "r"(row_smem)
                : "memory");
 }
 

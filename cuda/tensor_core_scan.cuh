@@ -1,43 +1,38 @@
 // A warp's scan of tiles of one sequence, for up to HEADS query heads that share a kv head, on tensor cores.
 //
 // A tile is scored as S^T = K Q^T and accumulated as O^T = V^T P^T: tokens and features are the rows of the products,
-// heads their columns, and movmatrix turns the result of the first into the operand of the second. The packed layout is
-// what ldmatrix reads: rows of 16 bytes, of K some features of a token, of V some tokens of a feature.
+// heads their columns, and movmatrix turns the result of the first into the operand of the second. How a tile is copied
+// and read as operands is the layout's matter: packed_tile.cuh, flash_tile.cuh.
 //
-// A tile's keys and values are copied as they lie in their blocks. They take turns as stages of a ring in shared memory
-// that belongs to the warp, TILES_AHEAD of each on their way.
+// A tile's keys and values take turns as stages of a ring in shared memory that belongs to the warp, TILES_AHEAD of
+// each on their way.
 #pragma once
 #include "convert.cuh"
 #include "copy.cuh"
 #include "dequantize.cuh"
-#include "paging.cuh"
 #include "scores.cuh"
 #include "softmax.cuh"
 
 namespace pagedkv {
 
-template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
+template <class scalar_t, class Tile, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
 class TensorCoreScan {
+  using cache_t = typename Tile::cache_t;
+  using Sequence = typename Tile::Sequence;
   using product_t = typename Operand<scalar_t, cache_t>::type;
-  using Sequence = PackedSequence<cache_t, BLOCK_SIZE>;
   static constexpr bool IS_CONVERTED = !IS_SAME<scalar_t, product_t>;
 
  public:
-  static constexpr int TILE_TOKENS = 32;
+  static constexpr int HEAD_SIZE = Tile::HEAD_SIZE, TILE_TOKENS = Tile::TOKENS;
 
  private:
-  static constexpr int X = Sequence::X;                                    // numbers of a row of 16 bytes
-  static constexpr int FRAGMENTS = X / 8;                                  // of A that four 8 x 8 matrices make
+  static constexpr int X = Tile::X, FRAGMENTS = Tile::FRAGMENTS, STAGE_PACKS = Tile::SIDE_PACKS;
   static constexpr int MATRICES = TILE_TOKENS / 8;                         // groups of 8 tokens, rows of S^T
   static constexpr int KEY_STEPS = (HEAD_SIZE + 15) / 16;                  // along the inner axis of S^T
   static constexpr int ROWS = (HEAD_SIZE + 15) / 16, COLUMNS = HEADS / 8;  // of the tiles of O^T
   static constexpr int STAGES = 2 * TILES_AHEAD + 1;
-  static constexpr int STAGE_PACKS = TILE_TOKENS * HEAD_SIZE / X, STAGE_BYTES = STAGE_PACKS * 16;
+  static constexpr int STAGE_BYTES = STAGE_PACKS * 16;
   static constexpr bool ACC_IN_STAGE = HEADS * HEAD_SIZE * 4 <= STAGE_BYTES;
-  // What a tile has of a block.
-  static constexpr int PART_TOKENS = BLOCK_SIZE < TILE_TOKENS ? BLOCK_SIZE : TILE_TOKENS;
-  static constexpr int PARTS = TILE_TOKENS / PART_TOKENS, PART_PACKS = STAGE_PACKS / PARTS;
-  static constexpr int VALUE_PACKS = PART_TOKENS < X ? 1 : PART_TOKENS / X;  // of a feature
 
  public:
   // Numbers between the accumulators of two heads that a warp leaves. 16 bytes more than they need put the columns of
@@ -58,12 +53,12 @@ class TensorCoreScan {
   __device__ __forceinline__ void start(const Sequence& sequence, int32_t first, int32_t step, const scalar_t* query,
                                         int64_t head_stride, int num_heads) {
     sequence_ = sequence, copied_ = tile_ = first, step_ = step, num_heads_ = num_heads;
-    end_ = (sequence.end_token + TILE_TOKENS - 1) / TILE_TOKENS;
+    end_ = (sequence.seen.end + TILE_TOKENS - 1) / TILE_TOKENS;
     __syncwarp();                // all lanes have read the last stage
     read_stage_ = write_stage_;  // those between were left empty when the sequence before ended
-    find_block(first);
+    tile_in_cache_.find(sequence_, first);
 #pragma unroll
-    for (int i = 0; i < TILES_AHEAD; i++) copy_keys(), copy_values();
+    for (int i = 0; i < TILES_AHEAD; i++) copy_keys<true>(), copy_values<true>();
     load_queries(query, head_stride);
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++)
@@ -86,10 +81,10 @@ class TensorCoreScan {
       wait_for_stage();
       multiply_keys(scores);
       copy_keys();
-      is_edge_ = first_token < sequence_.first_token || first_token + TILE_TOKENS > sequence_.end_token;
+      is_edge_ = first_token < sequence_.seen.first || first_token + TILE_TOKENS > sequence_.seen.end;
       update(first_token, options, scores, weights, factors);
       wait_for_stage();
-      if (is_edge_) clear_unseen_values(first_token);
+      if (is_edge_) Tile::clear_unseen_values(sequence_, tile_, stage_smem_);
       multiply_values(weights, factors);
       copy_values();
     }
@@ -104,8 +99,10 @@ class TensorCoreScan {
       for (int h = 0; h < 2; h++) {
         const int head = n * 8 + 2 * column() + h;
 #pragma unroll
-        for (int feature = 0; feature < HEAD_SIZE; feature += 8)
-          states_smem.at(head).acc[feature + row()] = acc_[feature / 16][n][feature / 8 % 2 * 2 + h];
+        for (int first = 0; first < HEAD_SIZE; first += 8) {
+          const int half = first / 8 % 2;
+          states_smem.at(head).acc[first / 16 * 16 + Tile::feature(half, row())] = acc_[first / 16][n][half * 2 + h];
+        }
         const float exp_sum = over_rows(exp_sum_[n][h], [](float x, float y) { return x + y; });
         if (row() == 0) states_smem.at(head).set({max_logit_[n][h], exp_sum});
       }
@@ -118,67 +115,28 @@ class TensorCoreScan {
   static __device__ __forceinline__ int row() { return lane() / 4; }
   static __device__ __forceinline__ int column() { return lane() % 4; }
 
-  // The token of the tile that is a row of a group of 8. Rows 2 c and 2 c + 1 of both groups of a fragment are the
-  // tokens that lane column c holds of a row of V: adjoining pairs of 16-bit numbers, or fours of 8-bit ones.
-  static __device__ __forceinline__ int token(int matrix, int row) {
-    return FRAGMENTS == 1 ? matrix * 8 + row : matrix / 2 * 16 + row / 2 * 4 + matrix % 2 * 2 + row % 2;
-  }
-
   // ---- copies -------------------------------------------------------------------------------------------------------
 
-  // The block of a part of a tile: lane p finds that of part p.
-  __device__ __forceinline__ void find_block(int32_t tile) {
-    const int32_t first = tile * TILE_TOKENS + lane() % PARTS * PART_TOKENS;
-    next_block_ = tile < end_ ? sequence_.block_of(first, PART_TOKENS) : 0;
-  }
-
+  template <bool IS_FIRST = false>
   __device__ __forceinline__ void copy_keys() {
     if (copied_ < end_) {
-      block_ = next_block_;
-      const int32_t first = copied_ * TILE_TOKENS;
-      copy_parts<PART_TOKENS>([&](int32_t block, int token) { return sequence_.key_pack(block, first + token, 0); });
-      find_block(copied_ + step_);
+      tile_in_cache_.take(sequence_, copied_);
+      tile_in_cache_.template copy_keys<IS_FIRST>(sequence_, copied_, write_smem());
+      tile_in_cache_.find(sequence_, copied_ + step_);
     }
     end_stage();
   }
 
+  template <bool IS_FIRST = false>
   __device__ __forceinline__ void copy_values() {
     if (copied_ < end_) {
-      const int32_t first = copied_ * TILE_TOKENS;
-      copy_parts<VALUE_PACKS>([&](int32_t block, int token) { return sequence_.values_of(block, first + token, 0); });
+      tile_in_cache_.template copy_values<IS_FIRST>(sequence_, copied_, write_smem());
       copied_ += step_;
     }
     end_stage();
   }
 
-  // Where a pack is put in a row of ROW_PACKS: of short rows, those that eight lanes read at once then differ in banks.
-  template <int ROW_PACKS>
-  static __device__ __forceinline__ int place(int row, int pack) {
-    return ROW_PACKS < 8 ? pack ^ row * ROW_PACKS / 8 % ROW_PACKS : pack;
-  }
-
-  // The parts of a tile that are seen. A part has rows of ROW_PACKS packs, which lie BLOCK_SIZE / PART_TOKENS times as
-  // far apart in the cache.
-  template <int ROW_PACKS, class SourceOf>
-  __device__ __forceinline__ void copy_parts(const SourceOf& source_of) {
-    constexpr int SPREAD = BLOCK_SIZE / PART_TOKENS;
-    static_assert(32 % ROW_PACKS == 0, "after a warp's packs the next ones begin with a row, placed like the first");
-    const int row = lane() / ROW_PACKS, pack = lane() % ROW_PACKS;
-    cache_t* target_smem =
-        ring_smem_ + (write_stage_ * STAGE_PACKS + row * ROW_PACKS + place<ROW_PACKS>(row, pack)) * X;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-      const cache_t* source = source_of(__shfl_sync(WARP, block_, part), part * PART_TOKENS);
-      source = pinned(source + (row * ROW_PACKS * SPREAD + pack) * X);  // or each copy would compute its own
-      const bool is_seen = sequence_.sees(copied_ * TILE_TOKENS + part * PART_TOKENS, PART_TOKENS);
-#pragma unroll(IS_ALIGNED ? PART_PACKS : 1)  // element by element a pack is long enough
-      for (int i = 0; i < PART_PACKS; i += 32) {
-        if (PART_PACKS % 32 != 0 && i + lane() >= PART_PACKS) break;
-        copy_elements<X, IS_ALIGNED>(target_smem + (part * PART_PACKS + i) * X, source + i * SPREAD * X, is_seen);
-      }
-    }
-  }
-
+  __device__ __forceinline__ cache_t* write_smem() const { return ring_smem_ + write_stage_ * (STAGE_PACKS * X); }
   __device__ __forceinline__ void end_stage() {
     commit_copies();
     write_stage_ = write_stage_ + 1 == STAGES ? 0 : write_stage_ + 1;
@@ -190,15 +148,6 @@ class TensorCoreScan {
     __syncwarp();
     stage_smem_ = ring_smem_ + read_stage_ * (STAGE_PACKS * X);
     read_stage_ = read_stage_ + 1 == STAGES ? 0 : read_stage_ + 1;
-  }
-
-  // Where in a stage: features from pack * X on of a token of the tile; tokens from `token` on of a feature.
-  static __device__ __forceinline__ int key_offset(int token, int pack) {
-    return ((token / PART_TOKENS * (HEAD_SIZE / X) + pack) * PART_TOKENS + token % PART_TOKENS) * X;
-  }
-  __device__ __forceinline__ cache_t* values_smem(int token, int feature) const {
-    const int row = token / PART_TOKENS * HEAD_SIZE + feature, pack = token % PART_TOKENS / X;
-    return stage_smem_ + row * PART_TOKENS + place<VALUE_PACKS>(feature, pack) * X + token % PART_TOKENS % X;
   }
 
   // ---- S^T = K Q^T  [TILE_TOKENS, HEADS] ----------------------------------------------------------------------------
@@ -249,24 +198,18 @@ class TensorCoreScan {
     return PowerOfTwo::exponent_of(fmaxf(largest, __shfl_xor_sync(WARP, largest, 2)));
   }
 
-  // Lane l gives the address of row l % 8 of matrix l / 8: two groups of 8 tokens, of both two rows of 16 bytes.
   __device__ __forceinline__ void multiply_keys(float (&scores)[MATRICES / 2][COLUMNS][4]) const {
     constexpr int PACKS = HEAD_SIZE / X;
-    const int group = lane() / 8 % 2, half = lane() / 16;
 #pragma unroll
     for (int t = 0; t < MATRICES / 2; t++)
 #pragma unroll
       for (int pack = 0; pack < PACKS; pack += 2) {
-        const bool has_second = pack + 1 < PACKS;
-        uint32_t matrices[4], keys[FRAGMENTS][4];
-        const cache_t* row_smem = stage_smem_ + key_offset(token(group, lane() % 8), has_second ? half : 0);
-        load_matrices(matrices, row_smem + key_offset(16 * t, pack));
-        make_fragments<cache_t>(matrices, keys);
-        if (FRAGMENTS == 1 && !has_second) keys[0][2] = keys[0][3] = 0;
+        uint32_t keys[FRAGMENTS][4];
+        Tile::load_keys(stage_smem_, 16 * t, pack, keys);
 #pragma unroll
         for (int i = 0; i < FRAGMENTS; i++) {
           const int step = pack / 2 * FRAGMENTS + i;
-          if (FRAGMENTS == 2 && i == 1 && !has_second) break;
+          if (FRAGMENTS == 2 && i == 1 && pack + 1 == PACKS) break;
 #pragma unroll
           for (int n = 0; n < COLUMNS; n++) multiply_add(scores[t][n], keys[i], query_[step][n], product_t{});
         }
@@ -322,7 +265,7 @@ class TensorCoreScan {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           float& score = scores[i / 2][n][i % 2 * 2 + h];
-          score = options.logit(score * power_[n][h], slope_[n][h], first_token + token(i, row()));
+          score = options.logit(score * power_[n][h], slope_[n][h], first_token + Tile::token(i, row()));
         }
   }
 
@@ -330,7 +273,7 @@ class TensorCoreScan {
                                              float value) const {
 #pragma unroll
     for (int i = 0; i < MATRICES; i++) {
-      const bool is_seen = sequence_.sees(first_token + token(i, row()), 1);
+      const bool is_seen = sequence_.seen.has(first_token + Tile::token(i, row()));
 #pragma unroll
       for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
@@ -370,7 +313,7 @@ class TensorCoreScan {
 #pragma unroll
       for (int first = 0; first < MATRICES / 2; first += FRAGMENTS) {
         uint32_t values[FRAGMENTS][4];
-        load_values(f, first * 16, values);
+        Tile::load_values(stage_smem_, first * 16, f, values);
 #pragma unroll
         for (int i = 0; i < FRAGMENTS; i++)
 #pragma unroll
@@ -381,44 +324,11 @@ class TensorCoreScan {
     }
   }
 
-  // Features f * 16 ... of as many tokens as two rows of 16 bytes hold.
-  __device__ __forceinline__ void load_values(int f, int first_token, uint32_t (&values)[FRAGMENTS][4]) const {
-    const bool has_second = f * 16 + 8 < HEAD_SIZE;
-    const int feature = f * 16 + (has_second ? lane() / 8 % 2 * 8 : 0) + lane() % 8;
-    uint32_t matrices[4];
-    if constexpr (PART_TOKENS >= X)
-      load_matrices(matrices, values_smem(first_token + lane() / 16 * X, feature));
-    else  // a row of 16 bytes has two features: every lane takes its own four tokens
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int row_of_lane = f * 16 + (has_second ? i % 2 * 8 : 0) + row();
-        matrices[i] =
-            *reinterpret_cast<const uint32_t*>(values_smem(first_token + i / 2 * X + column() * 4, row_of_lane));
-      }
-    make_fragments<cache_t>(matrices, values);
-    if (!has_second)
-#pragma unroll
-      for (int i = 0; i < FRAGMENTS; i++) values[i][1] = values[i][3] = 0;
-  }
-
-  // Values next to seen ones may be anything, and 0 x NaN is NaN.
-  __device__ __forceinline__ void clear_unseen_values(int32_t first_token) const {
-#pragma unroll 1
-    for (int pack = lane(); pack < STAGE_PACKS; pack += 32) {
-      const int row = pack % PART_PACKS / VALUE_PACKS;
-      const int first_of_pack =
-          first_token + pack / PART_PACKS * PART_TOKENS + place<VALUE_PACKS>(row, pack % VALUE_PACKS) * X;
-#pragma unroll 1
-      for (int i = 0; i < X; i++)
-        if (!sequence_.sees(first_of_pack + i % PART_TOKENS, 1)) stage_smem_[pack * X + i] = cache_t{};
-    }
-    __syncwarp();
-  }
-
   Sequence sequence_;
+  Tile tile_in_cache_;  // that is copied
   cache_t* ring_smem_;
   cache_t* stage_smem_;
-  int32_t tile_, copied_, end_, step_, num_heads_, next_block_, block_;
+  int32_t tile_, copied_, end_, step_, num_heads_;
   int write_stage_ = 0, read_stage_ = 0;
   bool is_edge_;
   uint32_t query_[KEY_STEPS][COLUMNS][2];

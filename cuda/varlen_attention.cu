@@ -14,12 +14,13 @@
 
 namespace pagedkv {
 
-template <class scalar_t, class cache_t, int HEAD_SIZE, int KEYS, int WARPS, bool IS_ALIGNED>
+template <class scalar_t, class cache_t, int HEAD_SIZE, int KEYS, int WARPS, int WARP_TILES, bool HAS_OPTIONS,
+          bool IS_ALIGNED>
 struct MainloopOf {
-  using type = MmaMainloop<scalar_t, cache_t, HEAD_SIZE, KEYS, WARPS, IS_ALIGNED>;
+  using type = MmaMainloop<scalar_t, cache_t, HEAD_SIZE, KEYS, WARPS, WARP_TILES, HAS_OPTIONS, IS_ALIGNED>;
 };
-template <int HEAD_SIZE, int KEYS, int WARPS, bool IS_ALIGNED>
-struct MainloopOf<float, float, HEAD_SIZE, KEYS, WARPS, IS_ALIGNED> {
+template <int HEAD_SIZE, int KEYS, int WARPS, int WARP_TILES, bool HAS_OPTIONS, bool IS_ALIGNED>
+struct MainloopOf<float, float, HEAD_SIZE, KEYS, WARPS, WARP_TILES, HAS_OPTIONS, IS_ALIGNED> {
   using type = CudaCoreMainloop<HEAD_SIZE, WARPS, IS_ALIGNED>;
 };
 
@@ -34,14 +35,22 @@ struct VarlenResults {
 
   // By a warp: one query token, among all, and one query head.
   template <int HEAD_SIZE>
-  __device__ __forceinline__ void write(int64_t token, int32_t head, SoftmaxState state,
+  __device__ __forceinline__ void write(int64_t token, int32_t head, const SoftmaxState& state,
                                         const WarpRow<HEAD_SIZE>& row) const {
+    const float factor = finish(token, head, state, threadIdx.x % 32 == 0);
+    row.template write<IS_ALIGNED>(row_of(token, head), factor);
+  }
+
+  __device__ __forceinline__ scalar_t* row_of(int64_t token, int32_t head) const {
+    return out + token * params.out_token_stride + head * params.out_head_stride;
+  }
+
+  // What the accumulator of a final state is to be multiplied with. Writes its LSE, if that `is_mine`.
+  __device__ __forceinline__ float finish(int64_t token, int32_t head, SoftmaxState state, bool is_mine) const {
     float factor = v_scale.of_head(params.queries_per_kv.divide(head));
     if (sinks != nullptr) factor *= state.merge({sink(head) * LOG2_E, 1.0f}).x;
-    row.template write<IS_ALIGNED>(out + token * params.out_token_stride + head * params.out_head_stride,
-                                   factor * state.normalizer());
-    if (lse != nullptr && threadIdx.x % 32 == 0)
-      lse[head * params.lse_head_stride + token * params.lse_token_stride] = state.lse();
+    if (lse != nullptr && is_mine) lse[head * params.lse_head_stride + token * params.lse_token_stride] = state.lse();
+    return factor * state.normalizer();
   }
 
   __device__ __forceinline__ float sink(int32_t head) const {
@@ -61,8 +70,64 @@ __device__ __forceinline__ int64_t first_split(int64_t token, int32_t head, cons
   return (token * params.num_heads.divisor + head) * params.num_splits.divisor;
 }
 
-template <class scalar_t, class cache_t, int HEAD_SIZE, int KEYS, int WARPS, bool IS_ALIGNED>
-__global__ void __launch_bounds__(WARPS * 32)
+// The rows of a warp, as a mainloop has left them: results, or the states of a split. A lane knows where one of them
+// goes and what it is multiplied with; then all lanes move packs.
+template <int HEAD_SIZE, int WARP_ROWS, int ACC_ROW, class scalar_t, bool IS_ALIGNED>
+__device__ __forceinline__ void write_rows(const QueryTile& tile, const States<ACC_ROW>& states_smem,
+                                           const VarlenResults<scalar_t, IS_ALIGNED>& results, void* workspace) {
+  constexpr int X = 16 / sizeof(scalar_t), PACKS = HEAD_SIZE / X;
+  const VarlenParams& params = results.params;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * WARP_ROWS;
+  const int num_rows = min(WARP_ROWS, tile.num_rows - first);
+  const bool is_split = params.num_splits.divisor > 1;
+  uint64_t target_of_lane = 0;
+  float factor_of_lane = 1.0f;
+  if (lane < num_rows) {
+    const int64_t token = tile.span.first_token + tile.token(first + lane, params);
+    const int32_t head = tile.head(first + lane, params);
+    const SoftmaxState state = states_smem.at(first + lane).state();
+    if (is_split) {
+      const StoredState target =
+          split_states<HEAD_SIZE>(workspace, params).at(first_split(token, head, params) + tile.split);
+      target.set(state);
+      target_of_lane = reinterpret_cast<uint64_t>(target.acc);
+    } else {
+      factor_of_lane = results.finish(token, head, state, true);
+      target_of_lane = reinterpret_cast<uint64_t>(results.row_of(token, head));
+    }
+  }
+#pragma unroll 4
+  for (int i = lane; i - lane < num_rows * PACKS; i += 32) {
+    const int row = min(i / PACKS, WARP_ROWS - 1), feature = i % PACKS * X;
+    const uint64_t target = __shfl_sync(WARP, target_of_lane, row);
+    const float factor = __shfl_sync(WARP, factor_of_lane, row);
+    if (i >= num_rows * PACKS) break;
+    float4 numbers[X / 4];
+#pragma unroll
+    for (int j = 0; j < X / 4; j++)
+      numbers[j] = *reinterpret_cast<const float4*>(states_smem.at(first + row).acc + feature + 4 * j);
+    if (is_split) {
+#pragma unroll
+      for (int j = 0; j < X / 4; j++)
+        *reinterpret_cast<float4*>(reinterpret_cast<float*>(target) + feature + 4 * j) = numbers[j];
+    } else {
+      Pack<scalar_t, X> pack;
+#pragma unroll
+      for (int j = 0; j < X / 4; j++) {
+        const float4& four = numbers[j];
+        pack.set(4 * j, from_float<scalar_t>(four.x * factor));
+        pack.set(4 * j + 1, from_float<scalar_t>(four.y * factor));
+        pack.set(4 * j + 2, from_float<scalar_t>(four.z * factor));
+        pack.set(4 * j + 3, from_float<scalar_t>(four.w * factor));
+      }
+      store_elements<IS_ALIGNED>(reinterpret_cast<scalar_t*>(target) + feature, pack);
+    }
+  }
+}
+
+template <class scalar_t, class cache_t, int HEAD_SIZE, int KEYS, int WARPS, int WARP_TILES, bool HAS_OPTIONS,
+          bool IS_ALIGNED>
+__global__ void __launch_bounds__(WARPS * 32, 2)
     varlen_attention(const scalar_t* __restrict__ query,        // [num_tokens, num_heads, head_size]
                      const cache_t* __restrict__ key_cache,     // [num_blocks, ...], by its strides
                      const cache_t* __restrict__ value_cache,   // [num_blocks, ...]
@@ -77,16 +142,18 @@ __global__ void __launch_bounds__(WARPS * 32)
                      float* __restrict__ lse,                   // [num_heads, num_tokens], or null
                      void* workspace,                           // `num_states` states, or null with a single split
                      const __grid_constant__ VarlenParams params) {
-  using Mainloop = typename MainloopOf<scalar_t, cache_t, HEAD_SIZE, KEYS, WARPS, IS_ALIGNED>::type;
+  using Mainloop =
+      typename MainloopOf<scalar_t, cache_t, HEAD_SIZE, KEYS, WARPS, WARP_TILES, HAS_OPTIONS, IS_ALIGNED>::type;
   // What is not quantised has no scale, whatever the caller gave.
   constexpr bool HAS_SCALES = !IS_SAME<scalar_t, cache_t>;
   const Scale scale_of_k{HAS_SCALES ? k_scale : nullptr, params.k_scale, params.k_scale_stride};
   const Scale scale_of_v{HAS_SCALES ? v_scale : nullptr, params.v_scale, params.v_scale_stride};
-  extern __shared__ uint4 smem[];
-  __shared__ float sums_smem[2 * Mainloop::ROWS];
+  extern __shared__ __align__(128) uint4 smem[];
+  __shared__ QueryTile tile_smem;  // registers are for the mainloop
 
   QueryTile tile;
   if (!TileScheduler<Mainloop::ROWS>(query_starts, seq_lens, params).find(tile)) return;
+  if (threadIdx.x == 0) tile_smem = tile;
   const FlashSequence<cache_t> sequence{key_cache + tile.kv_head * params.key_head_stride,
                                         value_cache + tile.kv_head * params.value_head_stride,
                                         block_table + tile.sequence * params.table_stride,
@@ -103,23 +170,10 @@ __global__ void __launch_bounds__(WARPS * 32)
                 params.slope_stride, 0},
                params);
 
-  const States<Mainloop::ACC_ROW> states(reinterpret_cast<float*>(smem), sums_smem, Mainloop::ROWS);
-  mainloop.leave(states);
-  __syncthreads();
+  const States<Mainloop::ACC_ROW> states_smem = mainloop.leave();
+  __syncwarp();
   const VarlenResults<scalar_t, IS_ALIGNED> results{out, lse, sinks, scale_of_v, params};
-#pragma unroll 1
-  for (int row = threadIdx.x / 32; row < tile.num_rows; row += WARPS) {
-    const int64_t token = tile.span.first_token + tile.token(row, params);
-    const int32_t head = tile.head(row, params);
-    const StoredState stored = states.at(row);
-    WarpRow<HEAD_SIZE> numbers;
-    numbers.load(stored.acc);
-    if (params.num_splits.divisor == 1)
-      results.write(token, head, stored.state(), numbers);
-    else
-      numbers.store(split_states<HEAD_SIZE>(workspace, params).at(first_split(token, head, params) + tile.split),
-                    stored.state());
-  }
+  write_rows<HEAD_SIZE, Mainloop::WARP_ROWS>(tile_smem, states_smem, results, workspace);
 }
 
 // Merges the states of splits in their order. A warp takes one query token and head.

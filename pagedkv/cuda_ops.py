@@ -102,11 +102,12 @@ def _decode(problem: Attention) -> Replay | None:
 
 
 def flash_attn_varlen_func(problem: Attention) -> Replay | None:
-    """A launch of ``varlen_attention``, and with several splits one of ``merge_splits``; returns how to repeat them."""
+    """Launches of ``varlen_decode``, ``varlen_attention`` or both, and with several splits of ``merge_splits``; returns
+    how to repeat them."""
     if problem.query.shape[0] == 0 or problem.num_seqs == 0:
         return None
     names = {"block_table": "block_table", "seq_lens": "seqused_k", "query_start_loc": "cu_seqlens_q"}
-    return _read(problem, names, lambda converted, sms: plan_varlen(converted), varlen_arrays)
+    return _read(problem, names, plan_varlen, varlen_arrays)
 
 
 def _read(
@@ -137,12 +138,13 @@ class ReadReplay:
     """Makes the launches of one read again. Outputs and workspace whose addresses are 0 are allocated, and the outputs
     returned."""
 
-    __slots__ = ("has_scales", "launch", "lse", "merge", "num_counters", "out", "workspace_bytes")
+    __slots__ = ("before", "has_scales", "launch", "lse", "merge", "num_counters", "out", "workspace_bytes")
 
     def __init__(self, planned: ReadLaunch, problem: Attention) -> None:
         framework, device = problem.query.framework, problem.query.device
         self.launch = LaunchReplay(planned.launch, framework, device)
         self.merge = planned.merge and LaunchReplay(planned.merge, framework, device)
+        self.before = planned.before and ReadReplay(planned.before, problem)
         self.workspace_bytes, self.num_counters = planned.workspace_bytes, planned.num_counters
         self.has_scales = is_fp8(problem.cache.format)
         self.out, self.lse = _form(problem.out), problem.lse_out and _form(problem.lse_out)
@@ -167,6 +169,8 @@ class ReadReplay:
         out, new_out = _given_or_new(out, self.out)
         lse, new_lse = _given_or_new(lse, self.lse)
         arrays = [*inputs, out, lse]
+        if self.before is not None:
+            self.before([*arrays, pointers[-1]])
         launch([*arrays, workspace, *counters])
         if self.merge is not None:
             self.merge(merge_split_arrays(arrays, workspace))

@@ -11,7 +11,7 @@ from .arrays import ArrayView
 from .dtypes import CUDA_NAMES, FLOAT32, is_fp8
 from .kernels import Instance
 from .launch import LARGEST_GRID, Launch, as_bytes
-from .params import DECODE_PARAMS
+from .params import DECODE_PARAMS, fast_divisor
 from .problem import Attention
 from .read_plan import ReadLaunch, are_aligned, check_addresses, result_fields, scale_arrays, score_fields
 from .workspace import MOST_CTAS, MOST_ROWS, partials_nbytes
@@ -25,6 +25,7 @@ SHARED_BYTES = 96 * 1024  # of a CTA: two of them fit into an SM of sm_90, one i
 MOST_TILES_AHEAD = 2
 MOST_HEADS = 16  # of a warp: two columns of the tensor cores' tiles
 MOST_UNITS = 4  # of a CTA at once
+MOST_TOGETHER = 8  # CTAs that read the same blocks at the same time
 TILE_TOKENS = 32
 MOST_TILES = 2**31 - 1  # that shares can be counted in
 
@@ -34,10 +35,15 @@ def plan_decode(problem: Attention, num_sms: int) -> ReadLaunch:
     cache = problem.cache
     named = {"query": problem.query, "key_cache": cache.key, "value_cache": cache.value, "sinks": problem.options.sinks}
     check_addresses(problem, named | {"block_tables": problem.block_table, "seq_lens": problem.seq_lens})
-    instance = decode_instance(problem)
-    *_, heads, warps, tiles_ahead, _ = instance.arguments
+    return plan_instance(problem, decode_instance(problem), num_sms)
+
+
+def plan_instance(problem: Attention, instance: Instance, num_sms: int) -> ReadLaunch:
+    """A decode step by one of the kernels that decode."""
     shape = problem.cache.shape
-    units_per_kv_head = -(-problem.num_heads // shape.num_kv_heads // heads)
+    group = problem.num_heads // shape.num_kv_heads
+    heads, warps, tiles_ahead = _tiling(problem.query.dtype, problem.cache.format, shape.head_size, group)
+    units_per_kv_head = -(-group // heads)
     units = Units(problem.num_seqs, shape.num_kv_heads * units_per_kv_head, heads, warps)
     division = _division(problem, units, num_sms)
     if division.ctas > LARGEST_GRID:
@@ -72,16 +78,18 @@ class Division:
     partition_size: int
     num_partitions: int = 1  # of a unit, at most
     units_per_bundle: int = 1  # that a CTA takes at once
+    ctas_per_share: int = 1  # that take the bundles of a group side by side
 
 
 def _division(problem: Attention, units: Units, num_sms: int) -> Division:
     tiles = -(-problem.longest // TILE_TOKENS)
     if problem.has_equal_shares and units.count * tiles <= MOST_TILES:
         at_once = _units_per_bundle(units, num_sms)
+        together = _ctas_per_share(units.per_sequence // at_once)
         many_tiles = MANY_TILES_FP8 if is_fp8(problem.cache.format) else MANY_TILES
-        bundles = units.count // at_once
-        ctas = _num_shares(bundles, bundles * tiles, num_sms, many_tiles)
-        return Division(ctas, 2 * ctas * at_once * units.heads, partition_size=0, units_per_bundle=at_once)
+        ctas = together * _num_shares(units.count // at_once // together, tiles, together, num_sms, many_tiles)
+        states = 2 * ctas * at_once * units.heads
+        return Division(ctas, states, partition_size=0, units_per_bundle=at_once, ctas_per_share=together)
     if problem.has_equal_shares or problem.partition_size == 0:
         return Division(units.count, 0, partition_size=LARGEST_GRID)
     partitions = max(1, problem.num_partials)
@@ -99,14 +107,20 @@ def _units_per_bundle(units: Units, num_sms: int) -> int:
     return 1
 
 
-def _num_shares(bundles: int, tiles: int, num_sms: int, many_tiles: int) -> int:
-    """CTAs that share so many tiles, if sequences are as long as they may be."""
+def _ctas_per_share(bundles_per_sequence: int) -> int:
+    """As many bundles of a sequence as are taken side by side: what lies side by side is then read together."""
+    return next(count for count in range(MOST_TOGETHER, 0, -1) if bundles_per_sequence % count == 0)
+
+
+def _num_shares(groups: int, tiles: int, together: int, num_sms: int, many_tiles: int) -> int:
+    """Shares of the tiles of so many groups, if sequences are as long as they may be; each of ``together`` CTAs."""
+    bundles = groups * together
     # Bundles that are shorter than that are better begun by as many CTAs as there may be.
-    wanted = max(min(num_sms, tiles // LEAST_TILES), tiles // many_tiles, bundles)
-    ctas = max(1, min(CTAS_PER_SM * num_sms, wanted, MOST_CTAS))
-    # Shares that end where bundles do, if all sequences are of one length, leave fewer states to merge.
-    even = bundles * (ctas // bundles) if bundles <= ctas else -(-bundles // -(-bundles // ctas))
-    return even if even >= LEAST_EVEN * ctas else ctas
+    wanted = max(min(num_sms, bundles * tiles // LEAST_TILES), bundles * tiles // many_tiles, bundles)
+    shares = max(1, min(CTAS_PER_SM * num_sms, wanted, MOST_CTAS) // together)
+    # Shares that end where groups do, if all sequences are of one length, leave fewer states to merge.
+    even = groups * (shares // groups) if groups <= shares else -(-groups // -(-groups // shares))
+    return even if even >= LEAST_EVEN * shares else shares
 
 
 # ---- instances ------------------------------------------------------------------------------------------------------
@@ -126,18 +140,24 @@ def decode_instance_for(
     dtype: np.dtype, cache_format: np.dtype, head_size: int, block_size: int, group: int, *, is_aligned: bool = True
 ) -> Instance:
     """The kernel for groups of ``group`` query heads that share a kv head."""
-    heads = 8 if group <= 8 or dtype == FLOAT32 else MOST_HEADS
-    warps, tiles_ahead = _warps_and_tiles_ahead(dtype, cache_format, head_size, heads)
-    sizes = (head_size, block_size, heads, warps, tiles_ahead, str(is_aligned).lower())
+    sizes = (head_size, block_size, *_tiling(dtype, cache_format, head_size, group), str(is_aligned).lower())
     return Instance("paged_attention.cu", "paged_attention", (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], *sizes))
 
 
-def _warps_and_tiles_ahead(dtype: np.dtype, cache_format: np.dtype, head_size: int, heads: int) -> tuple[int, int]:
-    """As many tiles on their way as shared memory allows; fewer warps where one does not fit."""
+def varlen_decode_instance_for(dtype: np.dtype, cache_format: np.dtype, head_size: int, group: int) -> Instance:
+    """The kernel over NHD and HND caches, for 16-bit queries on rows of whole packs that are aligned."""
+    sizes = (head_size, *_tiling(dtype, cache_format, head_size, group))
+    return Instance("varlen_decode.cu", "varlen_decode", (CUDA_NAMES[dtype], CUDA_NAMES[cache_format], *sizes))
+
+
+def _tiling(dtype: np.dtype, cache_format: np.dtype, head_size: int, group: int) -> tuple[int, int, int]:
+    """Query heads of a warp, warps and, of each, tiles on their way: as many as shared memory allows, and fewer warps
+    where one does not fit."""
+    heads = 8 if group <= 8 or dtype == FLOAT32 else MOST_HEADS
     for warps in (4, 2, 1):
         for tiles_ahead in range(MOST_TILES_AHEAD, 0, -1):
             if warps * _scan_bytes(dtype, cache_format, head_size, heads, tiles_ahead) <= SHARED_BYTES:
-                return warps, tiles_ahead
+                return heads, warps, tiles_ahead
     raise AssertionError("one tile of the largest head fits")
 
 
@@ -166,18 +186,25 @@ def _params(problem: Attention, units_per_kv_head: int, units: Units, division: 
     left, _ = options.window
     fields = (
         *problem.query.strides[:2],
-        *(stride for side in (cache.key_strides, cache.value_strides) for stride in (side.block, side.head)),
+        *(
+            stride
+            for side in (cache.key_strides, cache.value_strides)
+            for stride in (side.block, side.token, side.head)
+        ),
         *problem.block_table.strides,
         *problem.seq_lens.strides,
+        *((0,) if problem.query_start_loc is None else problem.query_start_loc.strides),
         *result_fields(problem),
         division.num_states,
+        fast_divisor(shape.block_size),
         *score_fields(problem),
         problem.num_seqs,
         problem.num_heads // shape.num_kv_heads,
         units_per_kv_head,
         units.per_sequence,
         division.units_per_bundle,
-        units.per_sequence // division.units_per_bundle,
+        division.ctas_per_share,
+        units.per_sequence // division.units_per_bundle // division.ctas_per_share,
         units.warps // division.units_per_bundle,
         left,
         division.partition_size,

@@ -5,7 +5,7 @@ At most MAX_INSTANCES in all; any other instance compiles when it is first asked
 
 import numpy as np
 
-from .decode_plan import decode_instance_for
+from .decode_plan import decode_instance_for, varlen_decode_instance_for
 from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32, FLOATS
 from .kernels import Instance
 from .launch import widest_vec
@@ -66,10 +66,18 @@ DECODES = [  # a group of 8 query heads and less, and one of more
     _decode(FLOAT32, FLOAT32, 128),
 ]
 MERGES = [*(merge_instance_for(dtype, widest_vec(dtype)) for dtype in FLOATS), merge_instance_for(BFLOAT16, vec=1)]
-VARLENS = [
-    *(varlen_instance_for(dtype, dtype, 128) for dtype in FLOATS),
-    *(varlen_instance_for(BFLOAT16, BFLOAT16, head_size) for head_size in (64, 256)),
-    varlen_instance_for(BFLOAT16, E4M3, 128),
+VARLEN_DECODES = [
+    *(varlen_decode_instance_for(dtype, kv, 128, group=8) for dtype in (FLOAT16, BFLOAT16) for kv in (dtype, E4M3)),
+    *(varlen_decode_instance_for(BFLOAT16, kv_format, 64, group=8) for kv_format in (BFLOAT16, E4M3)),
+    varlen_decode_instance_for(BFLOAT16, BFLOAT16, 128, group=16),
+]
+VARLENS = [  # tiles of 64 rows, and of 128
+    *(varlen_instance_for(dtype, dtype, 128, 64, tiles) for dtype in (FLOAT16, BFLOAT16) for tiles in (1, 2)),
+    *(varlen_instance_for(BFLOAT16, E4M3, 128, 32, tiles) for tiles in (1, 2)),
+    varlen_instance_for(BFLOAT16, BFLOAT16, 128, 32, 2, has_options=True),
+    varlen_instance_for(BFLOAT16, BFLOAT16, 64, 64, 2),
+    varlen_instance_for(BFLOAT16, BFLOAT16, 256, 32, 1),
+    varlen_instance_for(FLOAT32, FLOAT32, 128, 32, 1),
     merge_splits_instance_for(BFLOAT16, 128),
 ]
 # One of each kernel that measures what the card allows; the others differ in how many loads they unroll.
@@ -80,7 +88,7 @@ CEILINGS = [
     Instance("ceilings.cu", "empty_kernel", (0,)),
 ]
 
-INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *MERGES, *VARLENS, *CEILINGS]
+INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *MERGES, *VARLEN_DECODES, *VARLENS, *CEILINGS]
 
 
 def is_hot(instance: Instance) -> bool:

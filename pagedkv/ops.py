@@ -277,14 +277,16 @@ def flash_attn_varlen_func(
     seqused_k: ``[num_seqs]``, signed integers; tokens of each sequence in the cache. Query i of n of a sequence stands
         at position ``i + seqused_k - n``: the queries are its last tokens.
     block_table: ``[num_seqs, max_blocks]``, signed integers; entries outside what is visible may be anything.
-    max_seqlen_q, max_seqlen_k: tokens; bounds that size launches and never change a result.
+    max_seqlen_q, max_seqlen_k: tokens; bounds that size launches and never change a result by more than rounding. With
+        ``max_seqlen_q=1`` a decode step runs as fast as ``paged_attention_v2``.
     softmax_scale: factor of ``q . k``; None for ``head_size ** -0.5``.
     causal: keys up to the query's own position; the same as a right window bound of 0.
     window_size, softcap, alibi_slopes: as in ``paged_attention_v1``.
     s_aux: the sinks of ``paged_attention_v1``.
     kv_cache_dtype, k_descale, v_descale: the ``kv_cache_dtype``, ``k_scale`` and ``v_scale`` of the write.
-    num_splits: parts a sequence's keys are split into, 0 leaves it to the op. With one ``num_splits`` and the same
-        ``max_seqlen_*`` a sequence's result has the same bits whatever else is in the batch.
+    num_splits: parts a sequence's keys are split into. With one above 0 and the same ``max_seqlen_*`` a sequence's
+        result has the same bits whatever else is in the batch; 0 leaves it to the op, which then divides the work by
+        the whole batch and the card.
     out, lse_out: where results go: the query's shape and dtype, and float32 ``[num_heads, num_tokens]``.
     workspace: flat uint8 of at least ``workspace_nbytes("flash_attn_varlen_func", ...)`` bytes, of any content.
     return_softmax_lse: also return the natural logarithm of the softmax denominator.

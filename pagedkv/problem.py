@@ -76,7 +76,7 @@ class Attention:
     max_query_len: int | None = None
     max_seq_len: int | None = None
     partition_size: int = 0  # decode: keys per partition, 0 for a single pass
-    has_equal_shares: bool = False  # decode: the caller left partitions open, and kernels share keys out evenly
+    has_equal_shares: bool = False  # the caller left partitions or splits open: kernels may share keys out evenly
     num_splits: int = 1  # varlen
     workspace: ArrayView | None = None
 

@@ -69,7 +69,7 @@ def _decode(problem: Attention) -> None:
 
 
 def flash_attn_varlen_func(problem: Attention) -> None:
-    """A launch of ``varlen_attention``, and with several splits one of ``merge_splits``."""
+    """Launches of ``varlen_decode``, ``varlen_attention`` or both, and with several splits of ``merge_splits``."""
     arrays = (problem.block_table, problem.seq_lens, problem.query_start_loc)
     indices.check_scales(problem.cache, ArrayView.numpy)
     indices.check_attention(problem, *(array.numpy() for array in arrays))
@@ -77,10 +77,12 @@ def flash_attn_varlen_func(problem: Attention) -> None:
         return
     table, lens, starts = (_as(np.int32, array) for array in arrays)
     problem = replace(problem, block_table=table, seq_lens=lens, query_start_loc=starts)
-    _read(problem, plan_varlen(problem), varlen_arrays(problem))
+    _read(problem, plan_varlen(problem, NUM_SMS), varlen_arrays(problem))
 
 
 def _read(problem: Attention, planned: ReadLaunch, arrays: list[ArrayView | None]) -> None:
+    if planned.before is not None:
+        _read(problem, planned.before, arrays)
     workspace, counters = _workspace(problem, planned.workspace_bytes), None
     if planned.num_counters:
         counters = view(np.zeros(planned.num_counters, np.int32), "counters")

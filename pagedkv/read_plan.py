@@ -11,7 +11,7 @@ from .problem import Attention, PagedCache, Scale
 
 @dataclass(frozen=True, slots=True)
 class ReadLaunch:
-    """A launch and, if its states are merged by another kernel, that one's.
+    """A launch, what merges its states if that is another kernel, and what goes before if it leaves sequences to that.
 
     The kernel's pointers are the problem's arrays, the workspace and, unless ``num_counters`` is None, as many
     counters, zero before and after.
@@ -21,6 +21,7 @@ class ReadLaunch:
     workspace_bytes: int
     num_counters: int | None = None
     merge: Launch | None = None
+    before: "ReadLaunch | None" = None
 
 
 def check_addresses(problem: Attention, named: dict[str, ArrayView | None]) -> None:

@@ -282,6 +282,7 @@ def varlen_attention(
     )
     if causal:
         options = replace(options, window=(options.window[0], 0))
+    num_splits = checks.check_count(num_splits, "num_splits", minimum=0, none=0, maximum=MOST_SPLITS)
     problem = Attention(
         query,
         cache,
@@ -291,7 +292,8 @@ def varlen_attention(
         options=options,
         max_query_len=checks.check_count(max_seqlen_q, "max_seqlen_q", minimum=0, none=None),
         max_seq_len=checks.check_count(max_seqlen_k, "max_seqlen_k", minimum=0, none=None),
-        num_splits=checks.check_count(num_splits, "num_splits", minimum=0, none=0, maximum=MOST_SPLITS),
+        num_splits=num_splits,
+        has_equal_shares=num_splits == 0,
     )
     arrays = {"q": query, "k": cache.key, "block_table": table, "seqused_k": lens, "cu_seqlens_q": starts}
     arrays |= {"alibi_slopes": options.alibi_slopes, "s_aux": options.sinks}

@@ -12,6 +12,8 @@ from .dtypes import BY_NAME, KV_CACHE_DTYPES, UINT8
 from .layout import FLASH_LAYOUTS, cache_shapes
 from .ops import backend_module
 
+MANY_QUERIES = 4096
+
 # Planning is imported on use: who never calls this need not wait for it.
 if TYPE_CHECKING:
     from .launch import Launch
@@ -32,7 +34,8 @@ def warmup(
 
     dtype: of keys and queries: float16, bfloat16 or float32, a dtype of NumPy, torch or JAX or its name.
     num_heads, num_kv_heads, head_size, block_size: sizes of the queries and the cache.
-    layout: ``"packed"``, ``"NHD"`` or ``"HND"``; reads of NHD and HND have no kernels yet.
+    layout: ``"packed"``, which decode reads, ``"NHD"`` or ``"HND"``, which ``flash_attn_varlen_func`` does; with those
+        come the kernels of ``merge_attn_states``.
     kv_cache_dtype: as given to the ops.
     device: number of the CUDA device, None for the current one.
 
@@ -41,7 +44,7 @@ def warmup(
     when it is first called. Inside ``use_backend("ptx")`` the kernels are compiled for the interpreter; NumPy has none.
 
     ValueError for sizes, a layout or a format that no cache has, TypeError for another dtype or a size that is no
-    integer, NotImplementedError for what no op takes: heads above 256, float32 queries on a packed fp8 cache.
+    integer, NotImplementedError for what no op takes: heads above 256, float32 queries on an fp8 cache.
 
     >>> pagedkv.warmup("bfloat16", num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
     """
@@ -55,8 +58,11 @@ def warmup(
     shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_size, stored)
     caches = [np.empty(shape, stored) for shape in shapes]
     launches = [*_writes(dtype, caches, num_kv_heads, head_size, layout, kv_cache_dtype)]
+    query = np.empty((1, num_heads, head_size), dtype)
     if layout == "packed":
-        launches.append(_decode(np.empty((1, num_heads, head_size), dtype), caches, kv_cache_dtype))
+        launches.append(_decode(query, caches, kv_cache_dtype))
+    else:
+        launches += [*_varlens(query, caches, layout, kv_cache_dtype), _merge(query)]
     name = chosen_backend() or "cuda"
     if name == "numpy":
         return []
@@ -105,3 +111,31 @@ def _decode(query: np.ndarray, caches: list[np.ndarray], kv_cache_dtype: str) ->
     options |= {"out": None, "lse_out": None, "return_lse": False, "single_pass": True}
     problem = validate.paged_attention(query, *caches, indices, indices[0], **options)
     return plan_decode(problem, num_sms=1).launch
+
+
+def _varlens(query: np.ndarray, caches: list[np.ndarray], layout: str, kv_cache_dtype: str) -> Iterator["Launch"]:
+    """A decode step, and with scores of both kinds few queries, whose splits are merged, and many."""
+    from .varlen_plan import plan_varlen
+
+    indices = np.zeros((1, 2), np.int32)
+    names = ("max_seqlen_q", "max_seqlen_k", "softmax_scale", "alibi_slopes", "s_aux", "k_descale", "v_descale")
+    options = dict.fromkeys((*names, "out", "lse_out", "workspace"))
+    options |= {"causal": True, "window_size": (-1, -1), "softcap": 0.0, "num_splits": 0, "return_softmax_lse": False}
+    options |= {"cu_seqlens_q": indices[0], "seqused_k": indices[0, :1], "block_table": indices}
+    options |= {"kv_cache_dtype": kv_cache_dtype, "layout": layout}
+    calls = [(1, {"max_seqlen_q": 1})]
+    for softcap in (0.0, 1.0):
+        calls += [(1, {"softcap": softcap, "num_splits": 2}), (MANY_QUERIES, {"softcap": softcap})]
+    for num_tokens, change in calls:
+        queries = np.broadcast_to(query, (num_tokens, *query.shape[1:]))
+        planned = plan_varlen(validate.varlen_attention(queries, *caches, **options | change), num_sms=1)
+        yield planned.launch
+        if planned.merge is not None:
+            yield planned.merge
+
+
+def _merge(output: np.ndarray) -> "Launch":
+    from .merge_plan import plan_merge
+
+    lse = np.empty(output.shape[1::-1], np.float32)
+    return plan_merge(validate.merge_states(output, lse, output, lse, out=None, lse_out=None))

@@ -49,9 +49,9 @@ def workspace_nbytes(
         sizes[name] = check_size(size, name, minimum=0)
     *query_shape, max_seq_len = sizes.values()
     num_splits = check_count(num_splits, "num_splits", minimum=0, none=0)
-    if op == "flash_attn_varlen_func":
+    if op == "flash_attn_varlen_func" and num_splits > 0:
         return partials_nbytes(*query_shape, num_splits if num_splits > 1 else 0)
-    if partition_size is None:
+    if op == "flash_attn_varlen_func" or partition_size is None:
         return shares_nbytes(sizes["head_size"])
     partition_size = check_count(partition_size, "partition_size", minimum=1, none=None)
     return partials_nbytes(*query_shape, -(-max_seq_len // partition_size))

@@ -117,7 +117,11 @@ class SmolLM2:
 
     def greedy_tokens(self, hidden: np.ndarray) -> np.ndarray:
         """The likeliest next token after each hidden state: [num_tokens]."""
-        return self._linear(hidden, "token_embd").argmax(axis=-1)
+        return self.logits(hidden).argmax(axis=-1)
+
+    def logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Of each token of the vocabulary as the next after each hidden state: [num_tokens, vocabulary]."""
+        return self._linear(hidden, "token_embd")
 
     def _attention_block(
         self, layer: int, hidden: np.ndarray, rotation: np.ndarray, attention: Attention

@@ -10,7 +10,8 @@ import pagedkv
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PTX = pytest.param("ptx", marks=pytest.mark.ptx)
-BACKENDS = ["numpy", PTX, CUDA]
+HOST_BACKENDS = ["numpy", PTX]
+BACKENDS = [*HOST_BACKENDS, CUDA]
 DECODE_OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 
 
@@ -110,6 +111,13 @@ def read_backend(request):
 @pytest.fixture(params=BACKENDS)
 def decode_backend(request):
     """`backend`, for the decode ops."""
+    with pagedkv.use_backend(request.param):
+        yield make_backend(request.param)
+
+
+@pytest.fixture(params=HOST_BACKENDS)
+def host_backend(request):
+    """`backend`, for what only arrays on the host have."""
     with pagedkv.use_backend(request.param):
         yield make_backend(request.param)
 

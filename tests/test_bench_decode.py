@@ -1,21 +1,23 @@
 """``pagedkv bench decode``: a check before each time, options, the record; without a card by a still clock."""
 
 import json
-import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import click
 import numpy as np
 import pytest
+from bench_fakes import StillClock, pretend_card, spy_on
 from click.testing import CliRunner
 
 import pagedkv
-from pagedkv.cli import bench as command
+from pagedkv.cli import decode_command as command
 from pagedkv.cli import machine
+from pagedkv.cli.bench_cache import CacheKind
 from pagedkv.cli.bench_decode import DecodeBench
-from pagedkv.cli.decode_rows import CROSSOVER, DEFAULT_SHAPE, ROWS, DecodeRow
+from pagedkv.cli.bench_shape import DEFAULT_SHAPE
+from pagedkv.cli.decode_inputs import decode_inputs
+from pagedkv.cli.decode_rows import CROSSOVER, FUNCTIONS, ROWS, DecodeRow
 from pagedkv.cli.main import main
 from pagedkv.dtypes import BFLOAT16
 
@@ -25,36 +27,9 @@ SMALL = DecodeRow(3, 40, 6, 2, is_ragged=True)
 # ---- the bench without a card ---------------------------------------------------------------------------------------
 
 
-class StillClock:
-    """A stopwatch that runs what it is given and says what it likes."""
-
-    repeats, sms = 7, 4
-
-    def __init__(self):
-        self.best_of = []
-
-    def microseconds(self, launch):
-        launch()
-        return 12.0
-
-    def best(self, launches, arrays):
-        self.best_of.append((launches, arrays))
-        return 10.0, launches[3]
-
-    def host_microseconds(self, call):
-        call()
-        return 5.0
-
-    def empty(self):
-        return 3.0
-
-    def read(self, nbytes):
-        return nbytes / 4.5e6
-
-
-def small_bench(monkeypatch, ops=("v1", "v2"), kv_cache_dtype="auto"):
+def small_bench(monkeypatch, ops=("v1", "v2"), kv_cache_dtype="auto", layout="packed", times=()):
     monkeypatch.setattr("pagedkv.cli.bench_decode.HOST_ROW", SMALL)
-    return DecodeBench(np, StillClock(), ops, BFLOAT16, kv_cache_dtype, 32, 16)
+    return DecodeBench(np, StillClock(times), ops, CacheKind(BFLOAT16, kv_cache_dtype, layout, 32, 16))
 
 
 def test_the_bench_records_what_it_measured(monkeypatch):
@@ -79,7 +54,7 @@ def test_the_floor_reads_the_blocks_of_the_ops(monkeypatch):
     launches, (key_cache, value_cache, table, lens, unused) = bench.stopwatch.best_of[0]
     assert key_cache.nbytes == value_cache.nbytes
     assert unused.nbytes == 4
-    inputs = bench._inputs(SMALL)
+    inputs = decode_inputs(np, SMALL, bench.kind)
     (blocks,) = table
     used = [entry for row, n in zip(inputs.tables, inputs.seq_lens, strict=True) for entry in row[: -(-n // 16)]]
     assert blocks.tolist() == used
@@ -93,34 +68,56 @@ def test_the_floor_reads_the_blocks_of_the_ops(monkeypatch):
 
 
 def test_all_memory_is_given(monkeypatch):
-    calls = []
-    for op in ("paged_attention_v1", "paged_attention_v2"):
-        monkeypatch.setattr(pagedkv, op, spy(getattr(pagedkv, op), calls))
+    calls = spy_on(monkeypatch, "paged_attention_v1", "paged_attention_v2")
     small_bench(monkeypatch).run([SMALL], lambda line: None)
-    given = [call for call in calls if "out" in call]
+    given = [arguments for _, arguments in calls if "out" in arguments]
     assert len(given) == 2 * 3  # checked, timed, and of the host's time
-    assert sum("workspace" in call for call in given) == 3
+    assert sum("workspace" in arguments for arguments in given) == 3
     assert len(calls) - len(given) == 2  # of the host's time with nothing given
 
 
-def spy(op, calls):
-    def called(**arguments):
-        calls.append(arguments)
-        return op(**arguments)
-
-    called.__signature__ = pagedkv.cli.execute.signature(op)
-    return called
-
-
-@pytest.mark.parametrize("op", ["v1", "v2"])
-def test_a_wrong_decode_step_is_not_timed(monkeypatch, op):
-    monkeypatch.setattr(pagedkv, f"paged_attention_{op}", lambda *arrays, out, **options: out.fill(0))
-    bench = small_bench(monkeypatch, ops=(op,))
+@pytest.mark.parametrize(("op", "layout"), [("v1", "packed"), ("v2", "packed"), ("varlen", "NHD"), ("v2", "HND")])
+def test_a_wrong_decode_step_is_not_timed(monkeypatch, op, layout):
+    monkeypatch.setattr(pagedkv, FUNCTIONS[op], lambda *arrays, out, **options: out.fill(0))
+    bench = small_bench(monkeypatch, ops=(op,), layout=layout)
     monkeypatch.setattr(bench.stopwatch, "microseconds", lambda launch: pytest.fail("it was timed"))
     with pytest.raises(
         click.ClickException, match=rf"3xragged-6/2, {op}: relative error 1 in token 0, head 0, .*timed"
     ):
         bench.run([SMALL], lambda line: None)
+
+
+# ---- flash layouts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_varlen_stands_beside_v2_of_the_same_run(monkeypatch, layout, kv_cache_dtype):
+    calls = spy_on(monkeypatch, "flash_attn_varlen_func", "paged_attention_v2")
+    bench = small_bench(monkeypatch, ("varlen", "v2"), kv_cache_dtype, layout, times=(11.0, 12.5))
+    record = bench.run([SMALL], lambda line: None)
+    assert record["shape"] == {**DEFAULT_SHAPE, "kv_cache_dtype": kv_cache_dtype, "layout": layout, "head_size": 32}
+    (row,) = record["rows"]
+    assert row["us"] == {"varlen": 11.0, "v2": 12.5}
+    assert record["host_us"].keys() == row["instance"].keys() == row["us"].keys()
+    assert row["instance"]["v2"].startswith("paged_attention<")
+    assert not row["instance"]["varlen"].startswith("paged_attention<")
+    caches = [arrays[0].ndim for _, arrays in bench.stopwatch.best_of]
+    assert caches == [4, 5]  # one of each layout, and the faster floor counts
+    (_, varlen), *_ = calls
+    assert (varlen["layout"], varlen["causal"], varlen["max_seqlen_q"]) == (layout, True, 1)
+    assert varlen["max_seqlen_k"] == SMALL.seq_lens().max()
+    assert varlen["cu_seqlens_q"].tolist() == [0, 1, 2, 3]
+    given = ["out" in arguments for name, arguments in calls if name == "flash_attn_varlen_func"]
+    assert given == [True, True, True, False]  # checked, timed, and of the host's time
+
+
+def test_one_op_needs_one_cache(monkeypatch):
+    for ops, ndim in ((("varlen",), 4), (("v2",), 5)):
+        bench = small_bench(monkeypatch, ops, layout="NHD")
+        (row,) = bench.run([SMALL], lambda line: None)["rows"]
+        assert tuple(row["us"]) == ops
+        assert [arrays[0].ndim for _, arrays in bench.stopwatch.best_of] == [ndim]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -138,6 +135,9 @@ MISTAKES = {
     "--context 3": "a batch of your own needs both --seqs and --context",
     "--seqs 3 --context 9 --heads 9": "--heads 9 is no multiple of --kv-heads 8",
     "--op v3": "--op",
+    "--op v1 --layout NHD": "--op v1: expected varlen or v2 with --layout NHD",
+    "--op varlen": "--op varlen: expected v1 or v2 with --layout packed",
+    "--crossover --layout HND": "--crossover is of v1 and v2, which read no HND cache",
     "--layout NCHW": "--layout",
 }
 
@@ -157,28 +157,17 @@ def test_without_a_gpu_it_says_why(monkeypatch):
     assert result.stderr == "Error: bench decode needs a GPU: no NVIDIA driver; see pagedkv info\n"
 
 
-@pytest.mark.parametrize(
-    ("has_kernel", "why"), [(False, "flash_attn_varlen_func has no kernel yet"), (True, "bench decode reads packed")]
-)
-def test_flash_layouts_are_not_measured(monkeypatch, has_kernel, why):
-    monkeypatch.setattr(machine, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(command, "has_kernel", lambda op, backend: has_kernel)
-    result = call("--layout", "HND")
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: --layout HND: {why}")
-
-
 @pytest.fixture
 def measured(monkeypatch):
     """What the command measures, in place of measuring it."""
     seen = []
 
-    def record(rows, results, **options):
-        seen.append((rows, options))
-        return {"bench": "decode", "shape": DEFAULT_SHAPE, "card": "A card"}
+    def record(rows, results, ops, layout, **options):
+        seen.append((rows, {"ops": ops, **options}))
+        return {"bench": "decode", "shape": {**DEFAULT_SHAPE, "layout": layout}, "card": "A card"}
 
     monkeypatch.setattr(machine, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(command, "_decode_record", record)
+    monkeypatch.setattr(command, "_record", record)
     return seen
 
 
@@ -188,7 +177,7 @@ def test_rows_by_name_or_of_ones_own(measured, tmp_path):
     own = ("--seqs", "3", "--context", "9", "--heads", "4", "--kv-heads", "2")
     assert call("--json", *own, "--kv-cache-dtype", "fp8").exit_code == 0
     assert [rows for rows, _ in measured] == [list(ROWS), [ROWS[0], ROWS[-1]], [DecodeRow(3, 9, 4, 2)]]
-    assert [options["ops"] for _, options in measured] == [(), ("v2",), ()]
+    assert [options["ops"] for _, options in measured] == [("v1", "v2"), ("v2",), ("v1", "v2")]
     assert measured[2][1]["kv_cache_dtype"] == "fp8"
 
 
@@ -197,6 +186,13 @@ def test_all_rows_and_the_crossover_are_two_records(measured, tmp_path):
         assert call("--json", "--results", str(tmp_path), *options).exit_code == 0
     assert [rows for rows, _ in measured] == [list(ROWS), list(CROSSOVER)]
     assert {path.name for path in (tmp_path / "a-card").iterdir()} == {"decode.json", "decode-crossover.json"}
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_layouts_have_records_of_their_own(measured, tmp_path, layout):
+    assert call("--json", "--results", str(tmp_path), "--layout", layout).exit_code == 0
+    assert [options["ops"] for _, options in measured] == [("varlen", "v2")]
+    assert {path.name for path in (tmp_path / "a-card").iterdir()} == {f"decode-{layout.lower()}.json"}
 
 
 @pytest.mark.parametrize("part", ["--row 1x1024-32/8", "--seqs 3 --context 9", "--op v2"])
@@ -217,18 +213,7 @@ def test_the_crossover_has_batches_of_several_sizes_over_the_context():
 
 @pytest.fixture
 def numpy_as_card(monkeypatch):
-    """The whole command with NumPy for CuPy and a still clock."""
-    parts = {
-        "cupy": np,
-        "pagedkv.cli.timing": SimpleNamespace(Stopwatch=lambda repeats: StillClock()),
-        "pagedkv.cli.environment": SimpleNamespace(environment=lambda: dict(ORIGIN)),
-    }
-    for name, part in parts.items():
-        monkeypatch.setitem(sys.modules, name, part)
-    monkeypatch.setattr(machine, "why_no_cuda", lambda: None)
-
-
-ORIGIN = {"card": "A card", "driver": "1.2", "versions": {"cupy": "14.2.0"}, "commit": "abc", "date": "2026-01-02"}
+    pretend_card(monkeypatch)
 
 
 def test_from_options_to_record(numpy_as_card, monkeypatch, tmp_path):

@@ -114,6 +114,23 @@ def test_the_prefix_is_read_through_the_first_row_alone(read_backend, rng):
         cases.assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int64])
+def test_index_dtypes(read_backend, rng, dtype):
+    """Lengths are lowered by the prefix in their own dtype; those of the prefix are its length in that."""
+    arguments = batch(rng)
+    wide = {name: arguments[name].clip(-1, 100).astype(dtype) for name in ("cu_seqlens_q", "seqused_k", "block_table")}
+    for got, want in zip(call(read_backend, arguments, **wide), call(read_backend, arguments), strict=True):
+        cases.assert_same_bits(got, want)
+
+
+def test_inputs_are_left_alone(read_backend, rng):
+    arguments = batch(rng)
+    given = cases.put_all(read_backend, arguments)
+    pagedkv.cascade_attention(**given)
+    for name in ("cu_seqlens_q", "seqused_k", "block_table", "q", "k", "v"):
+        cases.assert_same_bits(read_backend.get(given[name]), arguments[name])
+
+
 MISTAKES = {
     "part of a block": (
         {"common_prefix_len": 24},
@@ -131,6 +148,10 @@ MISTAKES = {
     ),
     "unknown layout": ({"layout": "packed"}, ValueError, "layout: "),
     "fewer tables": ({"block_table": np.zeros((3, 6), np.int32)}, ValueError, "block_table: "),
+    "lengths of bool": ({"seqused_k": np.ones(4, bool)}, TypeError, "seqused_k: expected signed integers"),
+    "lengths of unsigned": ({"seqused_k": np.full(4, 99, np.uint32)}, TypeError, "seqused_k: expected signed integers"),
+    "starts of float": ({"cu_seqlens_q": np.zeros(5, np.float32)}, TypeError, "cu_seqlens_q: expected signed integers"),
+    "one start": ({"cu_seqlens_q": np.zeros(1, np.int32)}, ValueError, "cu_seqlens_q: "),
     "lengths of two axes": ({"seqused_k": np.zeros((4, 1), np.int32)}, ValueError, "seqused_k: "),
     "output of another shape": ({"out": np.full((25, 4, 32), 7, np.float16)}, ValueError, "out: "),
 }

@@ -245,8 +245,8 @@ DECODE_FAULTS = {
         SINGLE,
         (
             "tensor_core_scan.cuh",
-            "sees(first_token + token(i, row()), 1)",
-            "sees(first_token + token(i, row()) - 1, 1)",
+            "seen.has(first_token + Tile::token(i, row()))",
+            "seen.has(first_token + Tile::token(i, row()) - 1)",
         ),
         "",
         [],
@@ -259,7 +259,7 @@ DECODE_FAULTS = {
     ),
     "a window that is not looked at": (
         SINGLE,
-        ("partition.cuh", "first(window_left < 0 ? 0 : max(0, seq_len - 1 - window_left))", "first(0)"),
+        ("partition.cuh", "window_left < 0 ? 0 : max(0, seq_len - 1 - window_left)", "0"),
         "",
         ["left"],
     ),
@@ -272,9 +272,10 @@ DECODE_FAULTS = {
     "a sink that counts in every partition": (
         DECODE,
         (
-            "paged_attention.cu",
+            "decode.cuh",
             STORE,
-            "{ SoftmaxState more = state; if (sinks != nullptr) more.merge({results.sink(head) * LOG2_E, 1.0f}); "
+            "{ SoftmaxState more = state; "
+            "if (arrays.sinks != nullptr) more.merge({results.sink(head) * LOG2_E, 1.0f}); "
             + STORE.replace(", state)", ", more)")
             + " }",
         ),
@@ -283,7 +284,7 @@ DECODE_FAULTS = {
     ),
     "a merge without the first partition": (
         DECODE,
-        ("paged_attention.cu", "partials.at(segment.state(i, head))", "partials.at(segment.state(max(i, 1), head))"),
+        ("decode.cuh", "partials.at(segment.state(i, head))", "partials.at(segment.state(max(i, 1), head))"),
         "relative error",
         ["partition"],
     ),
@@ -295,7 +296,7 @@ DECODE_FAULTS = {
     ),
     "one block for both parts of a tile": (
         SINGLE,
-        ("tensor_core_scan.cuh", "__shfl_sync(WARP, block_, part)", "__shfl_sync(WARP, block_, 0)"),
+        ("packed_tile.cuh", "__shfl_sync(WARP, block_, part)", "__shfl_sync(WARP, block_, 0)"),
         "",
         ["context"],
     ),

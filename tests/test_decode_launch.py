@@ -1,115 +1,27 @@
 """What the CUDA backend does around a decode launch, with stand-ins for CuPy and the kernel: no GPU is needed."""
 
-import importlib
 import inspect
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import cases
 import numpy as np
 import pytest
+from stand_ins import DECODE, DeviceArray, Stream, pointers, put, stand_in
 
 import pagedkv
-from pagedkv import kernels, ops, repeats
+from pagedkv import ops, repeats
 
-PARAMETERS = ["query", "key_cache", "value_cache", "block_tables", "seq_lens", "alibi_slopes", "sinks"]
-PARAMETERS += ["k_scale", "v_scale", "out", "lse_out", "workspace", "counters"]
 SIZES = {"num_tokens": 3, "num_heads": 4, "head_size": 64, "max_seq_len": 96}
-
-
-class DeviceArray:
-    """What is read of a CuPy array, over host memory."""
-
-    shape = dtype = None
-
-    def __init__(self, host):
-        self.host, self.shape, self.strides = host, host.shape, host.strides
-        self.dtype, self.size = host.dtype, host.size
-        self.data, self.device = SimpleNamespace(ptr=host.ctypes.data, device_id=0), SimpleNamespace(id=0)
-
-    def astype(self, dtype):
-        return DeviceArray(self.host.astype(dtype))
-
-    def get(self):
-        return self.host
-
-
-DeviceArray.__module__, DeviceArray.__name__ = "cupy", "ndarray"
-
-
-class Current:
-    """Something that is current inside a ``with``."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-
-class Device(Current):
-    def __init__(self, number):
-        self.attributes = {"MultiProcessorCount": 3}
-
-
-class Stream(Current):
-    def __init__(self, ptr):
-        self.ptr = ptr
-
-    def synchronize(self):
-        pass
-
-
-class Card:
-    """A stand-in for the module cupy, which notes what is loaded, allocated and launched."""
-
-    ndarray, int32 = DeviceArray, np.int32
-
-    def __init__(self):
-        self.allocated, self.launched, self.loaded = [], [], []
-        self.stream, self.is_capturing = Stream(1), False
-        runtime = SimpleNamespace(streamIsCapturing=lambda ptr: self.is_capturing, getDevice=lambda: 0)
-        self.cuda = SimpleNamespace(runtime=runtime, Device=Device, get_current_stream=lambda device: self.stream)
-
-    def empty(self, shape, dtype):
-        self.allocated.append(DeviceArray(np.empty(shape, dtype)))
-        return self.allocated[-1]
-
-    def zeros(self, shape, dtype):
-        self.allocated.append(DeviceArray(np.zeros(shape, dtype)))
-        return self.allocated[-1]
-
-    def load(self, instance, device, shared_bytes=0):
-        self.loaded.append((instance, device, shared_bytes))
-        return self.launch
-
-    def launch(self, grid, threads, arguments, shared_bytes, stream):
-        *pointers, params = arguments
-        self.launched.append(dict(zip(PARAMETERS, pointers, strict=True)) | {"grid": grid, "params": params})
-        self.launched[-1] |= {"threads": threads, "shared_bytes": shared_bytes}
 
 
 @pytest.fixture
 def card(monkeypatch):
-    card = Card()
-    monkeypatch.setitem(sys.modules, "cupy", card)
-    for name in ("counters", "cuda_ops"):  # modules of this test alone, with the stand-in inside
-        monkeypatch.delitem(sys.modules, f"pagedkv.{name}", raising=False)
-        monkeypatch.setattr(pagedkv, name, None, raising=False)
-    monkeypatch.setattr(kernels, "load", card.load)
-    monkeypatch.setattr(repeats, "_replays", {})
-    for name in ("counters", "cuda_ops"):
-        setattr(pagedkv, name, importlib.import_module(f"pagedkv.{name}"))
-    yield card
-    for name in ("counters", "cuda_ops"):
-        sys.modules.pop(f"pagedkv.{name}", None)
+    yield from stand_in(monkeypatch)
 
 
 def on_card(rng, **given):
     """Arguments of a call over three sequences, NumPy arrays among those given put on the card."""
-    arguments = cases.decode(rng, [5, 0, 60]) | given
-    return {name: DeviceArray(a.copy()) if isinstance(a, np.ndarray) else a for name, a in arguments.items()}
+    return put(cases.decode(rng, [5, 0, 60]) | given)
 
 
 def call(card, op, arguments, **options):
@@ -118,10 +30,6 @@ def call(card, op, arguments, **options):
     result = getattr(pagedkv, op)(**arguments, **options)
     (launch,) = card.launched[launches:]
     return result, launch, [array for array in card.allocated[allocations:] if array.dtype != np.int32]
-
-
-def pointers(arguments):
-    return {name: array.data.ptr for name, array in arguments.items() if isinstance(array, DeviceArray)}
 
 
 def given_buffers(op):
@@ -160,7 +68,7 @@ def test_every_pointer_is_in_its_place_at_first_and_again(card, rng, op):
 def test_what_is_not_there_is_null(card, rng, op):
     for _ in range(2):
         _, launch, _ = call(card, op, on_card(rng))
-        nulls = {name for name in PARAMETERS if launch[name] == 0}
+        nulls = {name for name in DECODE if launch[name] == 0}
         assert nulls == {"alibi_slopes", "sinks", "k_scale", "v_scale", "lse_out"} | (
             {"workspace", "counters"} if op == "paged_attention_v1" else set()
         )

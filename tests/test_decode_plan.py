@@ -7,6 +7,7 @@ from cases import FLOATS
 import pagedkv
 from pagedkv import decode_plan, validate
 from pagedkv.instances import DECODES, is_hot
+from pagedkv.params import fast_divisor
 from pagedkv.workspace import MOST_CTAS
 
 NAMES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "fp8": "__nv_fp8_e4m3"}
@@ -166,26 +167,78 @@ def test_a_cta_per_partition(partition_size, max_seq_len, partitions):
 
 
 @pytest.mark.parametrize(
-    ("bundles", "tiles", "ctas"),
+    ("groups", "tiles", "together", "shares"),
     [
-        (1, 1, 1),  # one tile
-        (8, 256, 64),  # four tiles, one for each warp
-        (8, 1024, 128),  # no more than one for each SM, 16 for each unit
-        (64, 8192, 128),
-        (8, 32768, 264),  # two for each SM
-        (256, 32768, 256),  # one for each unit rather than 264
-        (2048, 65536, 256),  # eight units each
-        (2048, 8192, 256),  # short ones
-        (3, 6, 3),
-        (200, 25600, 264),  # 200 or 400 would be too few or too many
+        (1, 1, 1, 1),  # one tile
+        (8, 32, 1, 64),  # four tiles, one for each warp
+        (8, 128, 1, 128),  # no more than one for each SM, 16 for each unit
+        (64, 128, 1, 128),
+        (8, 4096, 1, 264),  # two for each SM
+        (256, 128, 1, 256),  # one for each unit rather than 264
+        (2048, 32, 1, 256),  # eight units each
+        (2048, 4, 1, 256),  # short ones
+        (3, 2, 1, 3),
+        (200, 128, 1, 264),  # 200 or 400 would be too few or too many
+        (1, 1, 8, 1),  # one tile of each of eight bundles
+        (1, 32, 8, 8),  # as many CTAs as for eight groups of one bundle
+        (1, 128, 8, 16),
+        (1, 4096, 8, 33),
+        (2, 4096, 8, 32),  # one for each 1/16 of a group rather than 33
+        (32, 128, 8, 32),
+        (5, 2, 7, 5),
+        (100, 4096, 7, 34),  # 37 of seven CTAs are the most; with 34 no share has more than three groups
     ],
 )
-def test_shares(bundles, tiles, ctas):
-    assert decode_plan._num_shares(bundles, tiles, 132, many_tiles=64) == ctas
+def test_shares(groups, tiles, together, shares):
+    """Tiles of each group, and CTAs of each share: of all groups' bundles as many as there may be CTAs."""
+    assert decode_plan._num_shares(groups, tiles, together, 132, many_tiles=64) == shares
 
 
-def test_shares_are_no_more_than_a_workspace_holds():
-    assert decode_plan._num_shares(1, 10**6, 10_000, many_tiles=64) == MOST_CTAS
+@pytest.mark.parametrize(("together", "shares"), [(1, MOST_CTAS), (7, MOST_CTAS // 7), (8, MOST_CTAS // 8)])
+def test_shares_are_no_more_than_a_workspace_holds(together, shares):
+    assert decode_plan._num_shares(1, 10**6, together, 10_000, many_tiles=64) == shares
+
+
+def test_a_share_has_a_cta_for_each_bundle_even_on_a_small_card():
+    assert decode_plan._num_shares(4, 1000, 8, 3, many_tiles=64) == 1
+
+
+@pytest.mark.parametrize(
+    ("bundles", "together"), [(1, 1), (2, 2), (3, 3), (7, 7), (8, 8), (9, 3), (11, 1), (16, 8), (40, 8)]
+)
+def test_bundles_that_are_taken_side_by_side(bundles, together):
+    assert decode_plan._ctas_per_share(bundles) == together
+
+
+@pytest.mark.parametrize(
+    ("sizes", "at_once", "together", "groups"),
+    [
+        ({"kv_heads": 8}, 1, 8, 1),
+        ({"kv_heads": 8, "seqs": 400}, 4, 2, 1),
+        ({"kv_heads": 32, "seqs": 100}, 4, 8, 1),
+        ({"kv_heads": 32}, 1, 8, 4),
+        ({"kv_heads": 9}, 1, 3, 3),
+        ({"kv_heads": 11}, 1, 1, 11),
+        ({"kv_heads": 2, "heads": 142}, 1, 5, 2),  # five parts of each of two groups
+        ({"kv_heads": 1}, 1, 1, 1),
+    ],
+    ids=str,
+)
+def test_a_share_is_done_by_a_cta_for_each_bundle_of_a_group(sizes, at_once, together, groups):
+    sizes = {"heads": sizes["kv_heads"], "seqs": 7, "columns": 900} | sizes
+    plan = planned(num_sms=132, **sizes)
+    params = params_of(plan)
+    assert (params["units_per_bundle"], params["ctas_per_share"], params["groups_per_sequence"]) == (
+        at_once,
+        together,
+        groups,
+    )
+    assert params["units_per_sequence"] == at_once * together * groups
+    (ctas,) = plan.launch.grid
+    tiles = -(-900 * 16 // 32)
+    assert ctas == together * decode_plan._num_shares(sizes["seqs"] * groups, tiles, together, 132, many_tiles=64)
+    assert 120 < ctas <= 264
+    assert params["num_states"] == 2 * ctas * at_once * plan.launch.instance.arguments[4]
 
 
 @pytest.mark.parametrize(("heads", "width", "at_once"), [(4, 8, 1), (34, 16, 2)])
@@ -221,15 +274,15 @@ def test_units_that_a_cta_takes_at_once(sizes, at_once):
     plan = planned(num_sms=132, **{"heads": 32, "kv_heads": 8, "columns": 64} | sizes)
     params = params_of(plan)
     assert params["units_per_bundle"] == at_once
-    assert params["bundles_per_sequence"] * at_once == params["units_per_sequence"]
+    assert params["groups_per_sequence"] * params["ctas_per_share"] * at_once == params["units_per_sequence"]
     assert params["team_warps"] * at_once * 32 == plan.launch.threads
 
 
 def test_partitions_are_taken_by_all_warps():
     for options in ({"partition_size": 16}, {"single_pass": True}):
         params = params_of(planned(seqs=100, **options))
-        assert (params["units_per_bundle"], params["team_warps"]) == (1, 4)
-        assert params["bundles_per_sequence"] == params["units_per_sequence"] == 2
+        assert (params["units_per_bundle"], params["ctas_per_share"], params["team_warps"]) == (1, 1, 4)
+        assert params["groups_per_sequence"] == params["units_per_sequence"] == 2
 
 
 def test_fewer_tiles_fill_a_card_if_they_are_of_fp8():
@@ -289,12 +342,13 @@ def test_parameters_of_every_array():
     expected = {
         "query_token_stride": 560, "query_head_stride": 80,
         "key_block_stride": 3072, "key_head_stride": 1024, "value_block_stride": 5120, "value_head_stride": 1280,
+        "key_token_stride": 0, "value_token_stride": 0, "query_start_stride": 0, "block_size": fast_divisor(16),
         "table_stride": 10, "table_step": 2, "seq_len_stride": 4,
         "out_token_stride": 864, "out_head_stride": 96,
         "lse_head_stride": 11, "lse_token_stride": 3, "slope_stride": 5, "sink_stride": 7,
         "scale": 0.25, "softcap": 30.0, "k_scale": 1.0, "v_scale": 1.0, "k_scale_stride": 4, "v_scale_stride": 6,
         "num_seqs": 3, "num_heads": 6, "queries_per_kv": 3, "units_per_kv_head": 1, "units_per_sequence": 2,
-        "units_per_bundle": 1, "bundles_per_sequence": 2, "team_warps": 4,
+        "units_per_bundle": 1, "ctas_per_share": 1, "groups_per_sequence": 2, "team_warps": 4,
         "window_left": 12, "partition_size": 2**31 - 1, "num_partitions": 1, "num_states": 0, "sinks_are_float32": 1,
     }  # fmt: skip
     assert {name: params[name].item() for name in params.dtype.names} == expected

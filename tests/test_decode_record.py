@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pagedkv.cli import report
+from pagedkv.cli.bench_shape import DEFAULT_SHAPE
 from pagedkv.cli.decode_plot import MISSING, check_matplotlib, plot
 from pagedkv.cli.decode_record import PEER_SIZES, completed
-from pagedkv.cli.decode_rows import CROSSOVER, DEFAULT_SHAPE, ROWS, nbytes, record_name
+from pagedkv.cli.decode_rows import CROSSOVER, ROWS, nbytes, record_name
 from pagedkv.cli.decode_table import PEER_NAMES, decode_markdown
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -106,6 +107,8 @@ def test_names_of_records():
             {"kv_cache_dtype": "fp8"},
             {"head_size": 64},
             {"kv_cache_dtype": "fp8", "head_size": 256, "block_size": 8},
+            {"layout": "NHD"},
+            {"layout": "HND", "kv_cache_dtype": "fp8", "block_size": 8},
         )
     ]
     assert names == [
@@ -114,7 +117,63 @@ def test_names_of_records():
         "decode-bfloat16-fp8",
         "decode-h64",
         "decode-bfloat16-fp8-h256-b8",
+        "decode-nhd",
+        "decode-hnd-bfloat16-fp8-b8",
     ]
+
+
+# ---- varlen ---------------------------------------------------------------------------------------------------------
+
+
+def measured_flash(layout="NHD", **shape):
+    """A record in which varlen is 1.04 times the floor, v2 1.01 times."""
+    record = measured(layout=layout, **shape)
+    record["host_us"] = {"varlen": {"given": 12.3, "allocated": 23.4}}
+    for row in record["rows"]:
+        row["us"] = {"varlen": 104.0, "v2": 101.0}
+    return record | {"name": record_name(record["shape"])}
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_varlen_has_the_target_of_v2_and_v2_beside_it(layout):
+    flash = completed(measured_flash(layout), None, OTHERS)
+    assert targets(flash, "varlen") == targets(flash, "v2") == [row.target for row in ROWS]
+    assert flash["rows"][0]["against_v2"] == {"ratio": 104 / 101, "target_ratio": 1.03, "met": True}
+    assert flash["rows"][0]["peers"]["us"] == {"vllm_v2": 27.0, "flash_attn_3": 15.0}
+    flash["rows"][0]["us"]["varlen"] = 104.1
+    assert completed(flash, None, None)["rows"][0]["against_v2"]["met"] is False
+    assert "against_v2" not in completed(measured(), None, None)["rows"][0]
+
+
+def test_varlen_on_fp8_is_measured_by_itself():
+    plain = measured_flash()
+    for row in plain["rows"]:
+        row |= times(29.1, varlen=40.0)
+    fp8 = completed(measured_flash(kv_cache_dtype="fp8"), plain, None)
+    assert targets(fp8, "varlen") == pytest.approx([0.23] * len(ROWS))
+    assert set(targets(fp8, "v2")) == {None}
+
+
+def test_the_table_of_varlen():
+    lines = decode_markdown(completed(measured_flash("HND"), None, OTHERS)).splitlines()
+    assert "bfloat16, HND cache auto, heads of 128" in lines[0]
+    assert lines[2].endswith("`v2` reads a packed cache of its own in the same run.")
+    titles = "| sequences | context | heads | bytes | floor | varlen | varlen / floor | v2 | v2 / floor | varlen / v2 |"
+    assert lines[4].startswith(titles)
+    first = "| 1 | 1,024 | 32/8 | 4.19 MB | 100.0 (0.04) | 104.0 (0.04) | **1.040** (1.450) | 101.0 (0.04) | "
+    assert lines[6].startswith(first + "**1.010** (1.450) | **1.030** (1.030) |  | 27.0 |")
+
+
+def test_layouts_have_sections_of_their_own(tmp_path):
+    stored = [measured(), measured_flash("NHD"), measured_flash("HND"), measured_flash("HND", head_size=64)]
+    for record in stored:
+        report.save(completed(record, None, None), tmp_path)
+    sections = report.sections(tmp_path)
+    assert "packed cache" in sections["bench decode"] and "NHD" not in sections["bench decode"]
+    assert "NHD cache" in sections["bench decode NHD"] and "HND" not in sections["bench decode NHD"]
+    whole, others = sections["bench decode HND"].split("\n\n`varlen` of other dtypes")
+    assert "HND cache" in whole
+    assert "| 1 | 1,024 | 32/8 | 104.0 (**1.040**) |" in others
 
 
 # ---- others ---------------------------------------------------------------------------------------------------------
@@ -220,10 +279,10 @@ def test_cards_have_sections_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("peers", [OTHERS, None])
-@pytest.mark.parametrize("ops", [("v2", "v1"), ("v1",)])
+@pytest.mark.parametrize("ops", [("v2", "v1"), ("v1",), ("varlen", "v2")])
 def test_the_picture(tmp_path, peers, ops):
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    record = measured()
+    record = measured_flash() if "varlen" in ops else measured()
     for row in record["rows"]:
         row["us"] = {op: row["us"][op] for op in ops}
     plot(completed(record, None, peers), tmp_path / "decode.picture")

@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from conftest import BACKENDS, why_no_gpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import generate
 import smollm2
+
+import pagedkv
 
 PARIS = "The capital of France is Paris."
 
@@ -56,10 +59,14 @@ def generated(seqs):
     return [seq.generated for seq in seqs]
 
 
+def num_equal(model, seq):
+    return int(generate.compare(model, seq)[0].sum())
+
+
 def test_float32_tokens_equal_a_dense_run(model, batch):
     for seq in batch:
         assert len(seq.generated) == 64
-        assert seq.generated == generate.dense_tokens(model, seq)
+        assert num_equal(model, seq) == 64
 
 
 def test_dense_run_equals_greedy_decoding_token_by_token(model, batch):
@@ -73,7 +80,7 @@ def test_dense_run_equals_greedy_decoding_token_by_token(model, batch):
 def test_check_sees_a_wrong_token(model, batch):
     seq = generate.Sequence(list(batch[0].token_ids), batch[0].num_prompt_tokens)
     seq.token_ids[-1] += 1
-    assert generate.count_equal(model, seq) == 63
+    assert num_equal(model, seq) == 63
 
 
 def test_check_sees_a_read_through_the_wrong_block(model, prompts, monkeypatch):
@@ -83,7 +90,47 @@ def test_check_sees_a_read_through_the_wrong_block(model, prompts, monkeypatch):
     pad_block_tables = generate.pad_block_tables
     monkeypatch.setattr(generate, "pad_block_tables", swapped)
     (seq,) = generate.generate(model, prompts[:1], max_new_tokens=8, ignore_eos=True)
-    assert generate.count_equal(model, seq) < 8
+    assert num_equal(model, seq) < 8
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tokens_of_16_bits_that_a_dense_run_picks_clearly(model, prompts, dtype):
+    """Its own tokens come before each, so that one near tie does not make all that follows differ."""
+    for seq in generate.generate(model, prompts, max_new_tokens=32, ignore_eos=True, dtype=dtype):
+        equal, lead = generate.compare(model, seq)
+        assert (lead > generate.CLEAR_LEAD).sum() > 25
+        assert equal[lead > generate.CLEAR_LEAD].all()
+
+
+def test_leads_of_a_dense_run(model, batch):
+    logits = np.sort(generate.dense_logits(model, batch[0]))
+    equal, lead = generate.compare(model, batch[0])
+    assert equal.shape == lead.shape == (64,)
+    np.testing.assert_array_equal(lead, logits[:, -1] - logits[:, -2])
+
+
+LEADS = np.array([0.05, 0.2, 3.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "equal", "passes"),
+    [
+        ("float32", "auto", [True, True, True], True),
+        ("float32", "auto", [False, True, True], False),
+        ("float16", "auto", [False, True, True], True),
+        ("bfloat16", "auto", [True, False, True], False),
+        ("float16", "auto", [True, True, False], False),
+        ("float16", "fp8", [False, False, False], True),
+    ],
+)
+def test_which_differences_a_check_allows(monkeypatch, capsys, dtype, kv_cache_dtype, equal, passes):
+    monkeypatch.setattr(generate, "compare", lambda model, seq: (np.array(equal), LEADS))
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": 16}
+    assert generate.check(None, [None], **options) is passes
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"check:  {sum(equal)} of 3 tokens equal")
+    if dtype != "float32":
+        assert lines[1].split() == f"{sum(equal[1:])} of the 2 that it picks by more than 0.1".split()
 
 
 def test_texts_are_sensible(tokenizer, batch):
@@ -132,12 +179,74 @@ def test_smaller_caches_answer_alike(model, tokenizer, prompts, dtype, kv_cache_
 
 @pytest.mark.ptx
 def test_interpreted_kernels_answer_like_a_dense_run(run):
-    """Prefill and decode of every layer."""
+    """Prefill and decode of every layer; both tokens are clear ones."""
     options = ("--backend", "ptx", "--dtype", "bfloat16", "--max-new-tokens", "2", "--check")
-    result = run("--prompt", "Say hi.", *options)
+    result = run("--prompt", generate.DEFAULT_PROMPTS[0], *options)
     assert result.exit_code == 0, result.output
-    assert "text:   Hello there" in result.output
+    assert "text:   The capital" in result.output
     assert "2 of 2 tokens equal" in result.output
+    assert "2 of the 2 that it picks by more than 0.1" in result.output
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Random weights in the shape of a very small model, and prompts of random tokens."""
+    rng = np.random.default_rng(0)
+    config = smollm2.Config(
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=16,
+        context_length=64,
+        rope_base=10000.0,
+        rms_eps=1e-5,
+        eos_token_id=0,
+    )
+    hidden, kv, mlp = 96, 32, 128
+    shapes = {"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+    shapes |= {"attn_output": (hidden, hidden), "ffn_gate": (mlp, hidden), "ffn_up": (mlp, hidden)}
+    shapes |= {"ffn_down": (hidden, mlp), "attn_norm": (hidden,), "ffn_norm": (hidden,)}
+    shapes = {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in shapes.items()}
+    shapes |= {"token_embd": (101, hidden), "output_norm": (hidden,)}
+    weights = {name: rng.standard_normal(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    weights |= {name: np.ones(shape) for name, shape in shapes.items() if name.endswith("norm")}
+    weights = {name: weight.astype(np.float32) for name, weight in weights.items()}
+    return smollm2.SmolLM2(config, weights), [rng.integers(1, 101, count).tolist() for count in (20, 3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("float32", "auto"), ("float16", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")]
+)
+def test_a_tiny_model_on_every_backend(tiny, backend, layout, dtype, kv_cache_dtype):
+    """A prefill and two decode steps through scattered blocks."""
+    model, prompts = tiny
+    options = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "layout": layout, "block_size": 4}
+    with pagedkv.use_backend(backend):
+        seqs = generate.generate(model, prompts, max_new_tokens=3, ignore_eos=True, backend=backend, **options)
+    assert [len(seq.generated) for seq in seqs] == [3, 3]
+    assert generate.check(model, seqs, **options)
+
+
+@pytest.mark.gpu
+def test_command_on_a_gpu(run):
+    for dtype in ("float32", "bfloat16"):
+        result = run("--prompt", generate.DEFAULT_PROMPTS[0], "--check", "--backend", "cuda", "--dtype", dtype)
+        assert result.exit_code == 0, result.output
+        assert f"text:   {PARIS}\n" in result.output
+        assert "tokens/s (cuda)" in result.output
+
+
+@pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
+def test_cuda_without_a_gpu_gets_one_line(monkeypatch):
+    """Before the model is loaded."""
+    monkeypatch.setattr(smollm2, "load", lambda: pytest.fail("the model is loaded"))
+    result = CliRunner().invoke(generate.main, ["--backend", "cuda"])
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: --backend cuda: ")
+    assert "use --backend numpy" in result.output
+    assert result.output.count("\n") == 1
 
 
 def test_tokenizer_splits_digits_and_keeps_every_byte(tokenizer):

@@ -75,7 +75,7 @@ def test_an_edited_header_is_other_source(sources):
         before = after
 
 
-KERNEL_FILES = ("cache_write.cu", "paged_attention.cu", "varlen_attention.cu", "merge.cu")
+KERNEL_FILES = ("cache_write.cu", "paged_attention.cu", "varlen_decode.cu", "varlen_attention.cu", "merge.cu")
 
 
 def sources_of_kernels():

@@ -119,12 +119,12 @@ def test_mistakes_with_fp8(decode_backend, decode_op, rng, mistake):
 
 
 @pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
-def test_mistakes_with_float8_arrays(read_backend, decode_op, rng, mistake):
+def test_mistakes_with_float8_arrays(host_backend, decode_op, rng, mistake):
     """Of host arrays: CuPy has no float8."""
     wrong, name = FLOAT8_MISTAKES[mistake]
     arguments = cases.decode(rng, SEQ_LENS, kv_cache_dtype="fp8")
     arguments |= wrong(arguments)
-    assert_raises_before_writing(read_backend, decode_op, arguments, (TypeError, ValueError), name)
+    assert_raises_before_writing(host_backend, decode_op, arguments, (TypeError, ValueError), name)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", cases.FP8_NAMES)

@@ -11,6 +11,8 @@ import pagedkv
 from pagedkv.cli import report
 
 CHECKOUT = Path(__file__).parent.parent
+BENCHES = ("write", "decode", "decode NHD", "decode HND", "prefill", "mixed")
+SECTIONS = {f"bench {bench}" for bench in BENCHES}
 
 
 def record():
@@ -35,7 +37,7 @@ def record():
 def test_the_readme_says_what_the_records_say():
     """No figure is typed by hand: the sections between markers are what `pagedkv bench report` writes."""
     sections = report.sections(CHECKOUT / "results")
-    assert sections.keys() == {"bench write", "bench decode"}
+    assert sections.keys() == SECTIONS
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     assert report.filled(readme, sections) == readme
 
@@ -86,8 +88,12 @@ def test_what_others_needed_is_no_record(tmp_path):
     assert [stored["bench"] for stored in report.records(tmp_path)] == ["write"]
 
 
-def test_a_section_without_records_says_so(tmp_path):
-    assert report.sections(tmp_path) == dict.fromkeys(["bench write", "bench decode"], "There is no record yet.")
+def test_a_section_without_records_shows_nothing(tmp_path):
+    assert report.sections(tmp_path) == dict.fromkeys(SECTIONS, "")
+    text = "before\n<!-- bench write: begin -->\nold\n<!-- bench write: end -->\nafter\n"
+    nothing = report.filled(text, {"bench write": ""})
+    assert nothing == text.replace("old\n", "")
+    assert report.filled(nothing, {"bench write": "old"}) == text
 
 
 def test_filled_changes_only_what_is_between_markers():

@@ -73,7 +73,7 @@ def varlen_arguments():
         "s_aux": np.zeros(4, np.float32),
         "out": np.zeros((3, 4, 32), np.float16),
         "lse_out": np.zeros((4, 3), np.float32),
-        "workspace": np.zeros(1 << 16, np.uint8),
+        "workspace": np.zeros(1 << 23, np.uint8),
     }
 
 
@@ -193,14 +193,15 @@ def test_axes_of_one_element_may_have_any_stride(rng):
 def test_workspace_sizes():
     """By hand: states of (2 + head_size) floats; none where there is one pass. NumPy integers do not wrap.
 
-    Without a partition size two states of each of 32 query heads for each of at most 512 CTAs, whatever the query."""
+    Without a partition size or a number of splits two states of each of 32 query heads for each of at most 512 CTAs,
+    whatever the query."""
     sizes = {"num_tokens": 3, "num_heads": 4, "head_size": 8}
     nbytes = pagedkv.workspace_nbytes
     assert nbytes("paged_attention_v2", **sizes, max_seq_len=100, partition_size=32) == 3 * 4 * 4 * 10 * 4
     assert nbytes("paged_attention_v2", **sizes, max_seq_len=0, partition_size=32) == 0
     for max_seq_len in (0, 100, 10**6):
         assert nbytes("paged_attention_v2", **sizes, max_seq_len=max_seq_len) == 2 * 512 * 32 * 10 * 4
-    assert nbytes("flash_attn_varlen_func", **sizes, max_seq_len=100) == 0
+    assert nbytes("flash_attn_varlen_func", **sizes, max_seq_len=100) == 2 * 512 * 32 * 10 * 4
     assert nbytes("flash_attn_varlen_func", **sizes, max_seq_len=100, num_splits=1) == 0
     assert nbytes("flash_attn_varlen_func", **sizes, max_seq_len=100, num_splits=5) == 3 * 4 * 5 * 10 * 4
     large = {"num_tokens": np.int32(10000), "num_heads": np.int32(128), "head_size": np.int32(128)}

@@ -75,7 +75,6 @@ MISTAKES = {
 }
 FP8_MISTAKES = {
     "uint8_with_auto": (give(kv_cache_dtype="auto"), TypeError, "k"),
-    "float8_of_the_other_format": (both_caches(lambda a: a.view(ml_dtypes.float8_e5m2)), (TypeError, ValueError), "k"),
     "k_descale_of_three_heads": (give(k_descale=np.ones(3, np.float32)), ValueError, "k_descale"),
     "v_descale_of_three_heads": (give(v_descale=np.ones(3, np.float32)), ValueError, "v_descale"),
     "k_descale_of_float64": (give(k_descale=np.ones(1, np.float64)), TypeError, "k_descale"),
@@ -83,12 +82,19 @@ FP8_MISTAKES = {
 }
 
 
+FLOAT8_MISTAKES = {
+    "of_the_other_format": (both_caches(lambda a: a.view(ml_dtypes.float8_e5m2)), "k"),
+    "keys_beside_uint8_values": (change("k", lambda a: a.view(ml_dtypes.float8_e5m2)), "k|v"),
+}
+
+
 def assert_raises_before_writing(backend, arguments, error, name):
-    """The error names the argument, and a given output keeps every bit."""
+    """The error names the argument, and a given output keeps every bit. Indices on a device are checked as well."""
     out = np.full(arguments["q"].shape, 7, np.float16)
-    with pytest.raises(error, match=rf"^({name}): "):
-        pagedkv.flash_attn_varlen_func(**cases.put_all(backend, {"out": out, **arguments}))
-    assert np.all(out == 7)
+    given = cases.put_all(backend, {"out": out, **arguments})
+    with pagedkv.checked(), pytest.raises(error, match=rf"^({name}): "):
+        pagedkv.flash_attn_varlen_func(**given)
+    assert np.all(backend.get(given["out"]) == (0 if "out" in arguments else 7))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -103,6 +109,14 @@ def test_mistakes_with_fp8(read_backend, rng, mistake):
     wrong, error, name = FP8_MISTAKES[mistake]
     arguments = cases.varlen(rng, QUERY_LENS, SEQ_LENS, kv_cache_dtype="fp8")
     assert_raises_before_writing(read_backend, {**arguments, **wrong(arguments)}, error, name)
+
+
+@pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
+def test_mistakes_with_float8_arrays(host_backend, rng, mistake):
+    """Of host arrays: CuPy has no float8."""
+    wrong, name = FLOAT8_MISTAKES[mistake]
+    arguments = cases.varlen(rng, QUERY_LENS, SEQ_LENS, kv_cache_dtype="fp8")
+    assert_raises_before_writing(host_backend, {**arguments, **wrong(arguments)}, (TypeError, ValueError), name)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", cases.FP8_NAMES)

@@ -1,6 +1,7 @@
 """`warmup`: the kernels it names are those that calls launch, whatever their lengths; errors."""
 
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -10,19 +11,27 @@ from writes import cache_shapes, op_of
 import pagedkv
 
 HEADS, KV_HEADS = 12, 2
-FORMATS = [(dtype, cache) for dtype in ("float16", "bfloat16", "float32") for cache in ("auto", "fp8_e5m2")]
+FORMATS = [(dtype, cache) for dtype in ("float16", "bfloat16") for cache in ("auto", "fp8_e5m2")]
+FORMATS.append(("float32", "auto"))
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that calls launch and warmup compiles; nothing runs."""
+    """What calls launch and what warmup compiles; nothing runs."""
     from pagedkv import ptx_ops
 
-    names, compiled = [], []
-    monkeypatch.setattr(ptx_ops, "launch", lambda planned, arrays: names.append(str(planned.instance)))
-    monkeypatch.setattr(ptx_ops, "_kernel", lambda instance: compiled.append(str(instance)))
+    launches, warm = [], []
+    warmup = ptx_ops.warmup
+    monkeypatch.setattr(ptx_ops, "launch", lambda planned, arrays: launches.append(planned))
+    monkeypatch.setattr(ptx_ops, "warmup", lambda planned, device: (warm.extend(planned), warmup(planned, device)))
+    monkeypatch.setattr(ptx_ops, "_kernel", lambda instance: None)
     with pagedkv.use_backend("ptx"):
-        yield names, compiled
+        yield launches, warm
+
+
+def loads(launches):
+    """What a device loads for them: a kernel, and shared memory that it may have."""
+    return {(str(launch.instance), launch.shared_bytes) for launch in launches}
 
 
 def caches(layout, dtype, kv_cache_dtype, head_size, num_blocks):
@@ -36,12 +45,9 @@ def caches(layout, dtype, kv_cache_dtype, head_size, num_blocks):
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype"), FORMATS)
 @pytest.mark.parametrize("head_size", [16, 80, 256])
 def test_calls_of_all_lengths_launch_what_was_warmed_up(launched, layout, dtype, kv_cache_dtype, head_size):
-    names, compiled = launched
-    reads = layout == "packed" and not (dtype == "float32" and kv_cache_dtype != "auto")
-    if layout == "packed" and not reads:
-        pytest.skip("no op reads it")
-    warm = pagedkv.warmup(dtype, HEADS, KV_HEADS, head_size, 16, layout=layout, kv_cache_dtype=kv_cache_dtype)
-    assert set(warm) == set(compiled) and len(warm) == len(set(warm))
+    launches, warm = launched
+    names = pagedkv.warmup(dtype, HEADS, KV_HEADS, head_size, 16, layout=layout, kv_cache_dtype=kv_cache_dtype)
+    assert len(names) == len(set(names)) and set(names) == {name for name, _ in loads(warm)}
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     pair = caches(layout, dtype, kv_cache_dtype, head_size, num_blocks=200)
     scales = (None,) if kv_cache_dtype == "auto" else (None, np.ones(KV_HEADS, np.float32))
@@ -49,18 +55,34 @@ def test_calls_of_all_lengths_launch_what_was_warmed_up(launched, layout, dtype,
         for num_tokens in (1, 512, 513, 3000):
             new = np.zeros((num_tokens, KV_HEADS, head_size), dtype)
             op_of(layout)(new, new, *pair, np.arange(num_tokens), kv_cache_dtype, scale, scale)
-        if reads:
-            _read(pair, np.zeros((3, HEADS, head_size), dtype), kv_cache_dtype=kv_cache_dtype, k_scale=scale)
-    assert set(names) == set(warm)
+        query = np.zeros((HEADS, head_size), dtype)
+        if layout == "packed":
+            _decode(pair, query, kv_cache_dtype=kv_cache_dtype, k_scale=scale, v_scale=scale)
+        else:
+            _varlen(pair, query, kv_cache_dtype=kv_cache_dtype, k_descale=scale, v_descale=scale, layout=layout)
+    assert loads(launches) == loads(warm)
 
 
-def _read(pair, query, *, k_scale, **options):
-    tables = np.arange(180).reshape(3, 60)
-    read = functools.partial(pagedkv.paged_attention_v1, query, *pair, tables, k_scale=k_scale, v_scale=k_scale)
+def _decode(pair, query, **options):
+    tables, queries = np.arange(180).reshape(3, 60), np.stack([query] * 3)
     for lens in ([0, 1, 2], [960, 40, 0]):
-        read(np.array(lens), **options)
-        pagedkv.paged_attention_v2(*read.args, np.array(lens), **read.keywords, **options)
-        pagedkv.paged_attention_v2(*read.args, np.array(lens), **read.keywords, **options, partition_size=64)
+        call = functools.partial(pagedkv.paged_attention_v2, queries, *pair, tables, np.array(lens), **options)
+        pagedkv.paged_attention_v1(*call.args, **options)
+        call()
+        call(partition_size=64)
+
+
+def _varlen(pair, query, **options):
+    tables = np.arange(180).reshape(3, 60)
+    for counts in ([1, 1, 1], [0, 1, 0], [40, 1, 7], [800, 0, 900]):
+        queries = np.broadcast_to(query, (sum(counts), *query.shape))
+        lens = {"cu_seqlens_q": np.cumsum([0, *counts]), "seqused_k": np.array([960, 40, 950]), "block_table": tables}
+        for hint in (None, max(counts), 1000):
+            for num_splits, softcap in itertools.product((0, 1, 3), (0.0, 20.0)):
+                hints = {"max_seqlen_q": hint, "num_splits": num_splits, "softcap": softcap}
+                pagedkv.flash_attn_varlen_func(queries, *pair, **lens, **hints, **options)
+        lse = np.zeros(queries.shape[1::-1], np.float32)
+        pagedkv.merge_attn_states(queries, lse, queries, lse)
 
 
 def test_numpy_has_no_kernels():
@@ -90,7 +112,14 @@ ERRORS = {
     "none": ({"block_size": None}, TypeError, "block_size: expected an integer, got None"),
     "layout": ({"layout": "NDH"}, ValueError, "layout: expected one of packed, NHD, HND, got 'NDH'"),
     "format": ({"kv_cache_dtype": "int8"}, ValueError, "kv_cache_dtype: expected one of"),
-    "float32": ({"dtype": "float32", "kv_cache_dtype": "fp8"}, NotImplementedError, "for an fp8 cache, got float32"),
+}
+ERRORS |= {
+    f"float32, {layout}": (
+        {"dtype": "float32", "kv_cache_dtype": "fp8", "layout": layout},
+        NotImplementedError,
+        "for an fp8 cache, got float32",
+    )
+    for layout in ("packed", "NHD", "HND")
 }
 
 

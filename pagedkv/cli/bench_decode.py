@@ -1,27 +1,23 @@
-"""``pagedkv bench decode``: ``paged_attention_v1`` and ``v2`` beside the floor of the same bytes, on the current GPU.
+"""``pagedkv bench decode``: reads of one token per sequence beside the floor of the same bytes, on the current GPU.
 
 What arrays are made of and what times them is given, so that all but the timing also runs where there is no GPU.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import click
 import numpy as np
 
-import pagedkv
-
-from .decode_inputs import DecodeInputs
-from .decode_rows import ROWS, DecodeRow, nbytes
-from .execute import kernel_instance
+from .bench_cache import CacheKind
+from .bench_inputs import BatchInputs
+from .bench_timing import call, checked_time, run_record
+from .decode_inputs import decode_inputs
+from .decode_rows import FUNCTIONS, OPS, ROWS, DecodeRow, nbytes
 from .markdown import Record
 from .read_floor import read_launches
 
-OPS = ("v1", "v2")
-READ_BYTES = 256 << 20
 HOST_ROW = ROWS[0]  # what a call costs the host does not depend on the size of its arrays
-METHOD = "medians of graph replays, L2 cold"
 
 
 @dataclass(slots=True)
@@ -31,10 +27,7 @@ class DecodeBench:
     xp: Any
     stopwatch: Any
     ops: Sequence[str]
-    dtype: np.dtype
-    kv_cache_dtype: str
-    head_size: int
-    block_size: int
+    kind: CacheKind
 
     def run(self, rows: Sequence[DecodeRow], progress: Callable[[str], None]) -> Record:
         """All rows, with the ceilings of the same run."""
@@ -42,101 +35,69 @@ class DecodeBench:
         for row in rows:
             measured.append(self._row(row))
             progress(_progress_line(measured[-1]))
-        stopwatch = self.stopwatch
-        return {
-            "bench": "decode",
-            "method": f"{METHOD}, {stopwatch.repeats} each",
-            "shape": self.shape,
-            "ceilings": {
-                "empty_us": stopwatch.empty(),
-                "read": {"nbytes": READ_BYTES, "us": stopwatch.read(READ_BYTES)},
-            },
-            "host_us": self._host_costs(),
-            "rows": measured,
-        }
-
-    @property
-    def shape(self) -> Record:
-        return {
-            "dtype": self.dtype.name,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "layout": "packed",
-            "head_size": self.head_size,
-            "block_size": self.block_size,
-        }
-
-    def _inputs(self, row: DecodeRow) -> DecodeInputs:
-        return DecodeInputs(self.xp, row, self.dtype, self.kv_cache_dtype, self.head_size, self.block_size)
+        record = run_record("decode", self.stopwatch, self.kind.shape)
+        return record | {"host_us": self._host_costs(), "rows": measured}
 
     def _row(self, row: DecodeRow) -> Record:
-        inputs = self._inputs(row)
-        us, instances = {}, {}
-        for op in self.ops:
-            arguments = self._arguments(op, inputs)
-            us[op] = self._checked_time(op, inputs, arguments)
-            instances[op] = kernel_instance(f"paged_attention_{op}", arguments, "cuda")
-        floor_us, floor_launch = self._floor(inputs)
+        us, instances, floors = {}, {}, []
+        for kind, ops in self._caches():
+            us_of, instances_of, floor = self._of_cache(row, kind, ops)
+            us, instances = us | us_of, instances | instances_of
+            floors.append(floor)
+        floor_us, floor_launch = min(floors)
         return {
             "row": row.name,
             **{name: value for name, value in asdict(row).items() if name not in ("target", "fills_card")},
-            "nbytes": nbytes(row, self.head_size, inputs.cache_dtype.itemsize),
+            "nbytes": nbytes(row, self.kind.head_size, self.kind.cache_dtype.itemsize),
             "floor_us": floor_us,
             "floor_launch": floor_launch,
             "us": us,
             "instance": instances,
         }
 
-    # ---- ops --------------------------------------------------------------------------------------------------------
+    def _caches(self) -> Iterator[tuple[CacheKind, list[str]]]:
+        """The caches to read, one at a time, and what reads them."""
+        for layout in dict.fromkeys((self.kind.layout, "packed")):
+            ops = [op for op in self.ops if layout == ("packed" if op in OPS["packed"] else self.kind.layout)]
+            if ops:
+                yield replace(self.kind, layout=layout), ops
 
-    def _arguments(self, op: str, inputs: DecodeInputs) -> dict[str, Any]:
-        """With all memory given, as an engine would call."""
-        arguments = {**inputs.arrays, **inputs.options, "out": inputs.new_out()}
-        if op == "v1":
-            return arguments
-        sizes = {"num_tokens": inputs.row.num_seqs, "num_heads": inputs.row.num_heads, "head_size": self.head_size}
-        max_seq_len = inputs.tables.shape[1] * self.block_size
-        size = pagedkv.workspace_nbytes("paged_attention_v2", **sizes, max_seq_len=max_seq_len)
-        return arguments | {"workspace": self.xp.empty(size, np.uint8)}
+    def _of_cache(
+        self, row: DecodeRow, kind: CacheKind, ops: Sequence[str]
+    ) -> tuple[dict[str, float], dict[str, str | None], tuple[float, str]]:
+        """Times and instances of some ops, and the floor. The cache, of many GB, is gone when this returns."""
+        inputs = decode_inputs(self.xp, row, kind)
+        times = {op: checked_time(self.stopwatch, f"{row.name}, {op}", FUNCTIONS[op], inputs) for op in ops}
+        us, instances = ({op: pair[i] for op, pair in times.items()} for i in (0, 1))
+        return us, instances, self._floor(inputs)
 
-    def _checked_time(self, op: str, inputs: DecodeInputs, arguments: dict[str, Any]) -> float:
-        """An error unless the result is right."""
-        launch = _call(op, arguments)
-        launch()
-        comparison = inputs.check(arguments["out"])
-        if not comparison.ok:
-            raise click.ClickException(f"{inputs.row.name}, {op}: {comparison.detail}, so it is not timed")
-        return self.stopwatch.microseconds(launch)
-
-    def _floor(self, inputs: DecodeInputs) -> tuple[float, str]:
+    def _floor(self, inputs: BatchInputs) -> tuple[float, str]:
         """Of reading the same blocks: microseconds and the launch that needed the fewest.
 
         They are all in one row of a table, so that nothing passes over entries that no sequence uses.
         """
-        blocks = inputs.used_blocks()
-        num_kv_heads, lens = inputs.row.num_kv_heads, np.full(1, blocks.size * self.block_size, np.int32)
-        head_nbytes = self.block_size * self.head_size * inputs.cache_dtype.itemsize
-        launches = read_launches(1, blocks.size, num_kv_heads, self.block_size, head_nbytes, self.stopwatch.sms)
-        caches = (inputs.arrays[name] for name in ("key_cache", "value_cache"))
+        blocks, block_size = inputs.used_blocks(), self.kind.block_size
+        num_kv_heads, lens = inputs.cache.num_kv_heads, np.full(1, blocks.size * block_size, np.int32)
+        head_nbytes = block_size * self.kind.head_size * self.kind.cache_dtype.itemsize
+        launches = read_launches(1, blocks.size, num_kv_heads, block_size, head_nbytes, self.stopwatch.sms)
         table = (self.xp.asarray(array) for array in (blocks[None], lens))
-        us, best = self.stopwatch.best(launches, [*caches, *table, self.xp.empty(1, np.uint32)])
+        arrays = [inputs.cache.key, inputs.cache.value, *table, self.xp.empty(1, np.uint32)]
+        us, best = self.stopwatch.best(launches, arrays)
         return us, f"{best.instance}, {best.grid[0]} x {best.threads}"
 
     def _host_costs(self) -> Record:
         """Microseconds that an eager call keeps the host."""
-        inputs = self._inputs(HOST_ROW)
         costs = {}
-        for op in self.ops:
-            given = self._arguments(op, inputs)
-            bare = {**inputs.arrays, **inputs.options}
-            costs[op] = {
-                "given": self.stopwatch.host_microseconds(_call(op, given)),
-                "allocated": self.stopwatch.host_microseconds(_call(op, bare)),
-            }
+        for kind, ops in self._caches():
+            inputs = decode_inputs(self.xp, HOST_ROW, kind)
+            for op in ops:
+                bare = inputs.arguments(FUNCTIONS[op])
+                given = bare | inputs.memory(FUNCTIONS[op])
+                costs[op] = {
+                    "given": self.stopwatch.host_microseconds(call(FUNCTIONS[op], given)),
+                    "allocated": self.stopwatch.host_microseconds(call(FUNCTIONS[op], bare)),
+                }
         return costs
-
-
-def _call(op: str, arguments: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: getattr(pagedkv, f"paged_attention_{op}")(**arguments)
 
 
 def _progress_line(row: Record) -> str:

@@ -12,6 +12,7 @@ import pagedkv
 from pagedkv.layout import cache_shapes
 
 from . import reference
+from .bench_timing import METHOD, READ_BYTES
 from .environment import environment
 from .execute import kernel_instance
 from .inputs import POISON_BYTE, SPARE_BLOCKS, poisoned, slot_view
@@ -22,8 +23,6 @@ FEW_TOKENS = 128  # up to here latency counts, and an empty kernel is the measur
 SCALES = {"k_scale": 0.013, "v_scale": 0.021}  # long mantissas, as calibration gives them
 SECTOR_BYTES = 32
 CHECKED_TOKENS = 2048  # of an fp8 write, whose codes are compared on the host
-READ_BYTES = 256 << 20
-METHOD = "medians of graph replays, L2 cold"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,11 @@ MISSING = "--plot needs matplotlib: pip install 'pagedkv[plot]'"
 # Ticks of the axis of ratios, which is logarithmic in what is above 1: that is where results differ.
 RATIOS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 6, 11, 31)
 NEAREST, FARTHEST = 1.005, 41  # a ratio outside is drawn at the edge
-OURS = {"v2": ("pagedkv v2", "#d1495b", "o", 74), "v1": ("pagedkv v1", "#edae49", "D", 46)}
+OURS = {
+    "varlen": ("pagedkv varlen", "#7a4fa3", "P", 74),
+    "v2": ("pagedkv v2", "#d1495b", "o", 74),
+    "v1": ("pagedkv v1", "#edae49", "D", 46),
+}
 PEER_STYLES = {
     "vllm_v1": ("#9aa5b1", "s"),
     "vllm_v2": ("#5f6c7b", "s"),
@@ -62,14 +66,14 @@ def _draw_axes(axes: Any, record: Record) -> None:
     axes.tick_params(length=0, colors=INK)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(f"time / time of reading the same blocks{OTHERS if record['peers'] else ''}", color=INK)
-    cache = f"{shape['dtype']}, cache {shape['kv_cache_dtype']}, heads of {shape['head_size']}"
+    cache = f"{shape['dtype']}, {shape['layout']} cache {shape['kv_cache_dtype']}, heads of {shape['head_size']}"
     title = f"Decode on {record['card']}: {cache}, blocks of {shape['block_size']}"
     axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold")
 
 
 def _draw_targets(axes: Any, rows: list[Record]) -> None:
-    """v2's, as bars across the line of a row."""
-    targets = [row["target_ratio"].get("v2") for row in rows]
+    """Of v2, which varlen shares, as bars across the line of a row."""
+    targets = [row["target_ratio"].get("v2", row["target_ratio"].get("varlen")) for row in rows]
     _draw_points(axes, targets, label="target of v2", color=INK, marker="|", s=190, linewidths=1.6, zorder=2)
 
 

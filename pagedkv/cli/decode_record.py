@@ -1,21 +1,18 @@
-"""What follows from the times of a decode record: rates, ratios to the floor, targets; and what other libraries needed.
-
-Those were measured once on the same kind of card and are kept beside the records, in ``results/<card>/peers.json``.
-"""
+"""What follows from the times of a decode record: rates, ratios to the floor, targets; and the times of others."""
 
 from typing import Any
 
-from .decode_rows import DEFAULT_SHAPE, ROWS_BY_NAME, DecodeRow, target_ratio
+from .bench_peers import comparable, same_batch, source
+from .decode_rows import ROWS_BY_NAME, VARLEN_ALLOWANCE, DecodeRow, target_ratio
 from .markdown import Record
 
-SOURCE = ("card", "date", "method", "versions")  # of the times of others
 PEER_SIZES = ("num_seqs", "context", "num_heads", "num_kv_heads")
 NO_PEER = (*PEER_SIZES, "read_floor")
 
 
 def completed(record: Record, plain: Record | None, peers: Record | None) -> Record:
     """The record with what follows. ``plain`` is the record of an unquantised cache, ``peers`` the times of others."""
-    peers = peers if peers is not None and _is_comparable(record["shape"]) else None
+    peers = comparable(peers, record["shape"])
     plain_rows = {} if plain is None else {row["row"]: row for row in plain["rows"]}
     rows = [
         {
@@ -25,8 +22,7 @@ def completed(record: Record, plain: Record | None, peers: Record | None) -> Rec
         }
         for row in record["rows"]
     ]
-    source = None if peers is None else {name: peers[name] for name in SOURCE}
-    return {**record, "peers": source, "rows": rows}
+    return {**record, "peers": source(peers), "rows": rows}
 
 
 def _derived(row: Record, shape: Record, plain: Record | None) -> Record:
@@ -39,21 +35,22 @@ def _derived(row: Record, shape: Record, plain: Record | None) -> Record:
         "ratio": ratios,
         "target_ratio": targets,
         "met": {op: None if target is None else ratios[op] <= target for op, target in targets.items()},
+        **_against_v2(row["us"]),
     }
+
+
+def _against_v2(us: dict[str, float]) -> Record:
+    """Where both were measured: how many times v2's the time of varlen is."""
+    if not {"varlen", "v2"} <= us.keys():
+        return {}
+    ratio = us["varlen"] / us["v2"]
+    return {"against_v2": {"ratio": ratio, "target_ratio": VARLEN_ALLOWANCE, "met": ratio <= VARLEN_ALLOWANCE}}
 
 
 def peer_times(row: Record, peers: Record) -> Record | None:
     """Times of others for these sizes, and the floor of their run; None where there are none."""
-    if row["is_ragged"]:
+    entry = None if row["is_ragged"] else same_batch(peers["decode_us"], row, PEER_SIZES)
+    if entry is None:
         return None
-    for entry in peers["decode_us"]:
-        if all(entry[name] == row[name] for name in PEER_SIZES):
-            us: dict[str, Any] = {name: us for name, us in entry.items() if name not in NO_PEER and us is not None}
-            return {"floor_us": entry["read_floor"], "us": us}
-    return None
-
-
-def _is_comparable(shape: Record) -> bool:
-    """Whether the others were measured on such a cache: 16 bits, of either kind."""
-    same = ("kv_cache_dtype", "head_size", "block_size")
-    return shape["dtype"] != "float32" and all(shape[name] == DEFAULT_SHAPE[name] for name in same)
+    us: dict[str, Any] = {name: us for name, us in entry.items() if name not in NO_PEER and us is not None}
+    return {"floor_us": entry["read_floor"], "us": us}

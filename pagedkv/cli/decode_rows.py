@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .bench_shape import is_plain, shape_name
 from .markdown import Record
 
 SPREAD = 0.8  # of the logarithm of a ragged batch's lengths
@@ -17,7 +18,10 @@ OTHER_SIZES = 1.1  # the target of other head and block sizes, and of ragged bat
 FP8_SHARE = 1.15 / 2  # of the time with a 16-bit cache, which has twice the bytes
 HOST_US = 25.0  # that an eager call with one launch may keep the host
 LONG_US = 29.0  # a floor from which bytes, and not latency, decide
-DEFAULT_SHAPE = {"dtype": "bfloat16", "kv_cache_dtype": "auto", "layout": "packed", "head_size": 128, "block_size": 16}
+VARLEN_ALLOWANCE = 1.03  # times v2, of the same run on a packed cache
+# Ops by the layout of the cache, and what they are in the package. Beside varlen v2 has a packed cache of its own.
+OPS = {"packed": ("v1", "v2"), "NHD": ("varlen", "v2"), "HND": ("varlen", "v2")}
+FUNCTIONS = {"v1": "paged_attention_v1", "v2": "paged_attention_v2", "varlen": "flash_attn_varlen_func"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,7 @@ def target_ratio(row: DecodeRow, shape: Record, op: str, floor_us: float, plain:
         return None
     if shape["kv_cache_dtype"] != "auto":
         return None if plain is None or op not in plain["us"] else _fp8_target_us(plain, op) / floor_us
-    is_default = all(shape[name] == DEFAULT_SHAPE[name] for name in ("head_size", "block_size"))
-    return (row.target if is_default else OTHER_SIZES) * (V1_ALLOWANCE if op == "v1" else 1)
+    return (row.target if is_plain(shape) else OTHER_SIZES) * (V1_ALLOWANCE if op == "v1" else 1)
 
 
 def _fp8_target_us(plain: Record, op: str) -> float:
@@ -95,9 +98,4 @@ def _fp8_target_us(plain: Record, op: str) -> float:
 
 def record_name(shape: Record, is_crossover: bool = False) -> str:
     """``decode``, and of another shape or other rows what sets it apart."""
-    names = ("dtype", "kv_cache_dtype")
-    words = [shape[name] for name in names] if any(shape[name] != DEFAULT_SHAPE[name] for name in names) else []
-    for name, letter in (("head_size", "h"), ("block_size", "b")):
-        if shape[name] != DEFAULT_SHAPE[name]:
-            words.append(f"{letter}{shape[name]}")
-    return "-".join(["decode", *words, *["crossover"] * is_crossover])
+    return "-".join([shape_name("decode", shape, layout="packed"), *["crossover"] * is_crossover])

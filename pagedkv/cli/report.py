@@ -5,8 +5,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .decode_table import decode_markdown, decode_section
-from .markdown import Record, origin, table_lines
+from .decode_section import decode_section
+from .decode_table import decode_markdown
+from .markdown import Record, best_read_text, origin, table_lines
+from .mixed_table import mixed_markdown
+from .prefill_table import prefill_markdown
 from .table import size
 
 PEERS = "peers"  # the name of what other libraries needed, which is no record of ours
@@ -40,10 +43,16 @@ def records(results: Path) -> list[Record]:
 
 
 def sections(results: Path) -> dict[str, str]:
-    """Markdown of each benchmark, by the name of its README section."""
+    """Markdown of each benchmark, by the name of its README section; nothing where there is no record."""
     stored = records(results)
-    found = {bench: [record for record in stored if record["bench"] == bench] for bench in SECTIONS}
-    return {f"bench {bench}": SECTIONS[bench](of_bench) or NONE_YET for bench, of_bench in found.items()}
+    of_section = {name: [record for record in stored if _section(record) == name] for name in SECTIONS}
+    return {f"bench {name}": SECTIONS[name](of_bench) for name, of_bench in of_section.items()}
+
+
+def _section(record: Record) -> str:
+    """Decode has a section for each layout."""
+    bench, layout = record["bench"], record["shape"].get("layout", "packed")
+    return f"decode {layout}" if bench == "decode" and layout != "packed" else bench
 
 
 def filled(readme: str, tables: dict[str, str]) -> str:
@@ -54,7 +63,8 @@ def filled(readme: str, tables: dict[str, str]) -> str:
         _, closed, tail = rest.partition(end)
         if not found or not closed:
             raise ValueError(f"no markers {begin} and {end} in the file")
-        readme = f"{head}{begin}\n{table}\n{end}{tail}"
+        lines = filter(None, (begin, table, end))
+        readme = head + "\n".join(lines) + tail
     return readme
 
 
@@ -79,8 +89,7 @@ def write_markdown(record: Record) -> str:
     lines += [
         "",
         f"Measured in the same run, in us: empty kernel {ceilings['empty_us']:.2f}; best copy, bytes read and written, "
-        f"{copies}; best read {size(ceilings['read']['nbytes'])} in {ceilings['read']['us']:.1f} "
-        f"({ceilings['read']['nbytes'] / ceilings['read']['us'] / 1e6:.2f} TB/s).",
+        f"{copies}; {best_read_text(record)}.",
     ]
     return "\n".join(lines)
 
@@ -91,9 +100,22 @@ def _cell(row: Record) -> str:
     return f"{row['us']:.1f} ({100 * row['share_of_copy']:.1f} %)"
 
 
-MARKDOWN: dict[str, Callable[[Record], str]] = {"write": write_markdown, "decode": decode_markdown}
-SECTIONS: dict[str, Callable[[list[Record]], str]] = {
-    "write": lambda stored: "\n\n".join(map(write_markdown, stored)),
-    "decode": decode_section,
+def _all(markdown: Callable[[Record], str]) -> Callable[[list[Record]], str]:
+    """Tables one below the other."""
+    return lambda stored: "\n\n".join(map(markdown, stored))
+
+
+MARKDOWN: dict[str, Callable[[Record], str]] = {
+    "write": write_markdown,
+    "decode": decode_markdown,
+    "prefill": prefill_markdown,
+    "mixed": mixed_markdown,
 }
-NONE_YET = "There is no record yet."
+SECTIONS: dict[str, Callable[[list[Record]], str]] = {
+    "write": _all(write_markdown),
+    "decode": decode_section,
+    "decode NHD": decode_section,
+    "decode HND": decode_section,
+    "prefill": _all(prefill_markdown),
+    "mixed": _all(mixed_markdown),
+}
