@@ -71,12 +71,13 @@ class LaunchReplay:
         self.grid, self.threads, self.params = launch.grid, (launch.threads,), launch.params
         self.framework, self.device = framework, device
 
-    def __call__(self, pointers: Pointers) -> None:
+    def __call__(self, pointers: Pointers, stream: Any = None) -> None:
         if cupy.cuda.runtime.getDevice() != self.device:
             with cupy.cuda.Device(self.device):
-                return self(pointers)
+                return self(pointers, stream)
         # None is CuPy's own current stream, which the launch finds faster than we do.
-        stream = None if self.framework == "cupy" else _stream(self.framework, self.device)
+        if stream is None and self.framework != "cupy":
+            stream = _stream(self.framework, self.device)
         self.kernel(self.grid, self.threads, (*pointers, self.params), self.shared_bytes, stream)
         return None
 
@@ -149,31 +150,31 @@ class ReadReplay:
         self.has_scales = is_fp8(problem.cache.format)
         self.out, self.lse = _form(problem.out), problem.lse_out and _form(problem.lse_out)
 
-    def __call__(self, pointers: Pointers) -> tuple[ArrayView | None, ArrayView | None]:
+    def __call__(self, pointers: Pointers, stream: Any = None) -> tuple[ArrayView | None, ArrayView | None]:
         launch = self.launch
         if cupy.cuda.runtime.getDevice() != launch.device:
             with cupy.cuda.Device(launch.device):
-                return self(pointers)
+                return self(pointers, stream)
+        if stream is None and (self.workspace_bytes or launch.framework != "cupy"):
+            stream = _stream(launch.framework, launch.device)  # asked for once: torch takes its time
         *inputs, out, lse, workspace = pointers
         if not self.has_scales:
             inputs[-2:] = 0, 0  # the caller's would be ignored
         counters = [] if self.num_counters is None else [0]
-        if self.workspace_bytes:
-            stream = _stream(launch.framework, launch.device)
-            if self.num_counters:
-                counters = [counters_for(stream, launch.device, self.num_counters)]
-            if workspace == 0:
-                with stream:
-                    memory = cupy.empty(self.workspace_bytes, np.uint8)
-                workspace = memory.data.ptr
+        if self.num_counters:
+            counters = [counters_for(stream, launch.device, self.num_counters)]
+        if self.workspace_bytes and workspace == 0:
+            with stream:
+                memory = cupy.empty(self.workspace_bytes, np.uint8)
+            workspace = memory.data.ptr
         out, new_out = _given_or_new(out, self.out)
         lse, new_lse = _given_or_new(lse, self.lse)
         arrays = [*inputs, out, lse]
         if self.before is not None:
-            self.before([*arrays, pointers[-1]])
-        launch([*arrays, workspace, *counters])
+            self.before([*arrays, pointers[-1]], stream)
+        launch([*arrays, workspace, *counters], stream)
         if self.merge is not None:
-            self.merge(merge_split_arrays(arrays, workspace))
+            self.merge(merge_split_arrays(arrays, workspace), stream)
         return new_out, new_lse
 
 

@@ -81,5 +81,5 @@ def _describe_torch(tensor: Any) -> tuple[int, Any] | None:
     if not tensor.is_cuda or tensor.is_neg() or tensor.is_sparse:
         return None
     pointer = tensor.data_ptr()
-    form = ("torch", tensor.shape, tensor.stride(), tensor.dtype, tensor.device.index, pointer % ALIGNMENT)
+    form = ("torch", tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), pointer % ALIGNMENT)
     return pointer, form

@@ -241,6 +241,15 @@ def test_infinities_in_seen_values(read_backend, rng, infinity, layout):
     assert np.isfinite(lse).all()
 
 
+@pytest.mark.parametrize("head_size", [40, 64])
+def test_a_key_infinitely_far_away(read_backend, rng, head_size):
+    """A logit of -inf has no weight; what is multiplied beside the last feature must not make it NaN."""
+    arguments = one_query_each(rng, [5, 70, 3], head_size=head_size)
+    arguments["q"][..., -1] = -1
+    arguments["k"][arguments["block_table"][1, 0], 3, :, -1] = np.inf
+    check(read_backend, arguments)
+
+
 @pytest.mark.parametrize("garbage", [-1, 2**31 - 1, -(2**31), "num_blocks", "a block of another sequence"])
 def test_garbage_in_table_tails(read_backend, rng, garbage):
     arguments = one_query_each(rng, [0, 15, 16, 17, 70])
