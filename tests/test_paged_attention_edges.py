@@ -60,6 +60,15 @@ def test_infinities_in_seen_values(decode_backend, decode_op, rng, infinity):
         assert np.isfinite(lse).all()
 
 
+@pytest.mark.parametrize("head_size", [40, 64])
+def test_a_key_infinitely_far_away(decode_backend, decode_op, rng, head_size):
+    """A logit of -inf has no weight; what is multiplied beside the last feature must not make it NaN."""
+    arguments = cases.decode(rng, [5, 70, 3], head_size=head_size)
+    arguments["query"][..., -1] = -1
+    arguments["key_cache"][arguments["block_tables"][1, 0], :, -1, 3, -1] = np.inf
+    cases.check_decode(decode_backend, decode_op, arguments)
+
+
 @pytest.mark.parametrize("exponent", [125, 126, 127])
 def test_largest_queries_over_fp8(decode_backend, decode_op, rng, exponent):
     """bfloat16 holds what has no inverse in float32 that is not subnormal. Keys below 2 keep scores below infinity."""

@@ -201,6 +201,15 @@ def test_sequences_without_a_query_and_padding_rows(read_backend, rng, query_len
     assert np.all(lse[:, num_tokens:] == 7)
 
 
+def test_keys_of_a_sequence_without_a_query_are_nobodys(read_backend, rng):
+    """None of them is visible: entries of its table may be anything, and so may what would be its blocks."""
+    arguments = cases.varlen(rng, [1, 0, 1, 0], [40, 70, 5, 33])
+    expected = check(read_backend, arguments)
+    block_table = arguments["block_table"].copy()
+    block_table[1], block_table[3] = -1, 2**31 - 1
+    assert_states_equal(call(read_backend, arguments, block_table=block_table), expected)
+
+
 @pytest.mark.parametrize("num_seqs", [31, 32, 33, 65])
 def test_more_sequences_than_lanes(read_backend, rng, num_seqs):
     """A warp adds up the tiles of all sequences, a slice of them in each lane. Some have no query, others no key."""
