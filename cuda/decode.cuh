@@ -83,6 +83,8 @@ template <class Scan, int HEADS, int WARPS, bool IS_ALIGNED, class scalar_t, cla
 __device__ __forceinline__ void decode(const DecodeArrays<scalar_t>& arrays, const Queries& queries,
                                        const SequenceOf& sequence_of, const DecodeParams& params) {
   constexpr int HEAD_SIZE = Scan::HEAD_SIZE;
+  static_assert(HEAD_SIZE % 8 == 0, "rows are packs");
+  static_assert(Scan::SMEM_BYTES % 128 == 0, "the rings of all warps begin with a line");
   using WarpStates = States<Scan::ACC_ROW>;
   using SegmentStates = States<HEAD_SIZE>;
   const Scale scale_of_k{arrays.k_scale, params.k_scale, params.k_scale_stride};

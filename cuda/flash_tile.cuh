@@ -34,7 +34,7 @@ class FlashTile {
     if (sequence.seen.has(token)) next_ = sequence.find(token);
   }
   // From now on copies are of the tile that was looked up.
-  __device__ __forceinline__ void take(const Sequence& sequence, int32_t) {
+  __device__ __forceinline__ void take(const Sequence& sequence) {
     const auto row = sequence.row(next_);
     key_ = reinterpret_cast<uint64_t>(sequence.key + row.key);
     value_ = reinterpret_cast<uint64_t>(sequence.value + row.value);

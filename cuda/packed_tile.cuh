@@ -32,7 +32,7 @@ class PackedTile {
     next_block_ = sequence.block_of(tile * TOKENS + lane() % PARTS * PART_TOKENS, PART_TOKENS);
   }
   // From now on copies are of the tile that was looked up.
-  __device__ __forceinline__ void take(const Sequence&, int32_t) { block_ = next_block_; }
+  __device__ __forceinline__ void take(const Sequence&) { block_ = next_block_; }
 
   template <bool IS_FIRST>
   __device__ __forceinline__ void copy_keys(const Sequence& sequence, int32_t tile, cache_t* side_smem) const {

@@ -4,9 +4,9 @@
 // each: their blocks lie side by side, and what is read together comes faster.
 //
 // With a partition size, CTA p of a unit's takes the p-th partition of its keys. Otherwise shares of tiles are equal,
-// the last of one sequence and the first of the next, as in Osama et al., "Stream-K" (2023). A group of bundles of one
-// sequence lies as its tiles do; groups are laid end to end, and a share is done by a CTA for each bundle of a group,
-// all of which read the same blocks at the same time.
+// the last of one sequence and the first of the next, as in Osama et al., "Stream-K" (2023). Some bundles of a sequence
+// make a group, whose tiles count once: a share is done by as many CTAs, a bundle each, which so read the same blocks
+// at the same time.
 #pragma once
 #include "paging.cuh"
 #include "params.cuh"
@@ -38,9 +38,9 @@ struct Segment {
   int32_t sequence, kv_head, first_head, num_heads;  // of the unit
   KeyRange seen;                                     // keys that this segment reads
   int32_t query_position;                            // seq_len - 1
-  int32_t first_position, num_tiles;                 // of its group, among all tiles (see below)
+  int32_t first_position, num_tiles;                 // of its group, among all (find_share)
   int32_t partial, num_partials;                     // this state's place among those of the unit
-  // Where those are kept.
+  // Where those are kept. The first is the second one of its CTA, and all others are the first of theirs.
   int64_t first_state;
   int32_t state_step, second_state_step, head_step;
 

@@ -120,7 +120,7 @@ class TensorCoreScan {
   template <bool IS_FIRST = false>
   __device__ __forceinline__ void copy_keys() {
     if (copied_ < end_) {
-      tile_in_cache_.take(sequence_, copied_);
+      tile_in_cache_.take(sequence_);
       tile_in_cache_.template copy_keys<IS_FIRST>(sequence_, copied_, write_smem());
       tile_in_cache_.find(sequence_, copied_ + step_);
     }

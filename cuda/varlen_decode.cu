@@ -16,7 +16,7 @@ struct QueryAtStart {
     const int32_t seq_len = seq_lens[sequence * seq_len_stride];
     return is_there(sequence) ? seq_len : 0;
   }
-  // One that there is.
+  // 0, which is always there, for any other sequence.
   __device__ __forceinline__ int64_t row(int32_t sequence) const {
     return is_there(sequence) ? query_starts[sequence * query_start_stride] : 0;
   }

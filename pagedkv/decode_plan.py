@@ -82,7 +82,7 @@ class Division:
 
 
 def _division(problem: Attention, units: Units, num_sms: int) -> Division:
-    tiles = -(-problem.longest // TILE_TOKENS)
+    tiles = max(1, -(-problem.longest // TILE_TOKENS))
     if problem.has_equal_shares and units.count * tiles <= MOST_TILES:
         at_once = _units_per_bundle(units, num_sms)
         together = _ctas_per_share(units.per_sequence // at_once)

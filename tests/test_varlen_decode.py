@@ -20,7 +20,7 @@ FORMATS = [
 ]
 LAYOUTS = ["NHD", "HND"]
 HEAD_SIZES = [8, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256]
-FP8_HEAD_SIZES = [16, 48, 64, 80, 112, 128, 240, 256]
+FP8_HEAD_SIZES = [16, 48, 64, 80, 128, 256]
 BLOCK_SIZES = [1, 8, 16, 17, 32, 64]
 
 
@@ -147,7 +147,7 @@ def test_group_sizes(read_backend, rng, queries_per_kv, kv_cache_dtype):
         [1, 17, 40],
         num_heads=num_kv_heads * queries_per_kv,
         num_kv_heads=num_kv_heads,
-        head_size=32,
+        head_size=16,
         kv_cache_dtype=kv_cache_dtype,
         k_descale=np.linspace(0.02, 0.06, num_kv_heads, dtype=np.float32),
         v_descale=np.linspace(0.3, 0.1, num_kv_heads, dtype=np.float32),
@@ -255,7 +255,7 @@ def test_a_key_infinitely_far_away(read_backend, rng, head_size):
     """A logit of -inf has no weight; what is multiplied beside the last feature must not make it NaN."""
     arguments = one_query_each(rng, [5, 70, 3], head_size=head_size)
     arguments["q"][..., -1] = -1
-    arguments["k"][arguments["block_table"][1, 0], 3, :, -1] = np.inf
+    arguments["k"][arguments["block_table"][1, 0], [3, 12], :, -1] = np.inf
     check(read_backend, arguments)
 
 
@@ -368,7 +368,7 @@ SHARED = {
 
 
 @pytest.mark.ptx
-@pytest.mark.parametrize("shares", [1, 3, 5, 40])
+@pytest.mark.parametrize("shares", [1, 5, 40])
 @pytest.mark.parametrize("kind", SHARED)
 def test_shares_of_any_size(ptx_backend, rng, monkeypatch, kind, shares):
     """Shares that cut sequences into many parts or hold many of them, done by teams and by CTAs side by side; of forty
@@ -381,7 +381,7 @@ def test_shares_of_any_size(ptx_backend, rng, monkeypatch, kind, shares):
     num_heads = sizes["num_heads"]
     options = {"s_aux": np.linspace(-1, 2, num_heads, dtype=np.float32)}
     options["alibi_slopes"] = np.geomspace(0.1, 0.01, num_heads, dtype=np.float32)
-    check(ptx_backend, arguments, **options, window_size=(110, 0) if shares == 3 else (-1, -1))
+    check(ptx_backend, arguments, **options, window_size=(110, 0) if shares == 40 else (-1, -1))
 
 
 @pytest.mark.ptx
@@ -400,14 +400,14 @@ def test_shares_that_are_merged_from_the_last_and_the_first(ptx_backend, rng, mo
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_several_tiles_of_a_warp(read_backend, rng, kv_cache_dtype):
     """Four warps take tiles of 32 tokens in turn; what a warp keeps in shared memory is written again."""
-    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 32, "kv_cache_dtype": kv_cache_dtype}
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 16, "kv_cache_dtype": kv_cache_dtype}
     check(read_backend, one_query_each(rng, [400, 129], **sizes))
 
 
 def test_more_sequences_than_ctas(read_backend, rng):
     """So many that a CTA takes several kv heads at once."""
     num_seqs = 10 if read_backend.name == "ptx" else 240
-    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32}
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_size": 16}
     check(read_backend, one_query_each(rng, [int(n) for n in rng.integers(0, 100, num_seqs)], **sizes))
 
 
