@@ -14,6 +14,7 @@ class CudaCoreScan {
   static constexpr int X = 4, LANE_FEATURES = (SIZE + 31) / 32;
 
  public:
+  using cache_t = float;
   static constexpr int HEAD_SIZE = SIZE, TILE_TOKENS = 32;
   static constexpr int ACC_ROW = HEAD_SIZE;  // numbers between the accumulators of two heads that a warp leaves
   // Shared memory of a warp: queries, accumulators, weights.

@@ -7,6 +7,7 @@
 // float32, in cuda_core_scan.cuh.
 #pragma once
 #include "convert.cuh"
+#include "dequantize.cuh"
 #include "params.cuh"
 #include "partition.cuh"
 #include "scores.cuh"
@@ -87,8 +88,10 @@ __device__ __forceinline__ void decode(const DecodeArrays<scalar_t>& arrays, con
   static_assert(Scan::SMEM_BYTES % 128 == 0, "the rings of all warps begin with a line");
   using WarpStates = States<Scan::ACC_ROW>;
   using SegmentStates = States<HEAD_SIZE>;
-  const Scale scale_of_k{arrays.k_scale, params.k_scale, params.k_scale_stride};
-  const Scale scale_of_v{arrays.v_scale, params.v_scale, params.v_scale_stride};
+  // What is not quantised has no scale, whatever the caller gave.
+  constexpr bool HAS_SCALES = !IS_SAME<scalar_t, typename Scan::cache_t>;
+  const Scale scale_of_k{HAS_SCALES ? arrays.k_scale : nullptr, params.k_scale, params.k_scale_stride};
+  const Scale scale_of_v{HAS_SCALES ? arrays.v_scale : nullptr, params.v_scale, params.v_scale_stride};
   extern __shared__ __align__(128) uint4 smem[];  // the warps' scans
   __shared__ float sums_smem[WARPS][2 * HEADS];   // of the states that they leave
   __shared__ float* acc_smem[WARPS];

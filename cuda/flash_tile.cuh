@@ -53,9 +53,7 @@ class FlashTile {
   // Values of tokens that are not seen may be anything, and 0 x NaN is NaN.
   static __device__ __forceinline__ void clear_unseen_values(const Sequence& sequence, int32_t tile,
                                                              cache_t* side_smem) {
-#pragma unroll 1
-    for (int i = lane(); i < SIDE_PACKS; i += 32)
-      if (!sequence.seen.has(tile * TOKENS + i / ROW_PACKS)) reinterpret_cast<uint4*>(side_smem)[i] = {};
+    clear_unseen_rows<ROW_PACKS, TOKENS>(sequence.seen, tile * TOKENS, side_smem);
     __syncwarp();
   }
 

@@ -167,7 +167,7 @@ class MmaMainloop {
       const scalar_t* source = query + __shfl_sync(WARP, offset_of_lane, row);
       constexpr int ROUNDS = (STEPS * 8 + 31) / 32;
       Pack<scalar_t, 2> pairs[ROUNDS];
-      float largest = IS_CONVERTED ? 0.0f : 1.0f;
+      float largest = 0.0f;
 #pragma unroll
       for (int i = 0; i < ROUNDS; i++) {
         const int feature = (i * 32 + lane()) * 2;
@@ -222,9 +222,7 @@ class MmaMainloop {
   __device__ __forceinline__ void clear_unseen_values(int32_t tile) const {
     auto* packs_smem = reinterpret_cast<uint4*>(side_smem(tile, true)) + warp() * WARP_KEYS * PACKS;
     __syncwarp();
-#pragma unroll 1
-    for (int i = lane(); i < WARP_KEYS * PACKS; i += 32)
-      if (!keys_.has(tile * KEYS + warp() * WARP_KEYS + i / PACKS)) packs_smem[i] = {};
+    clear_unseen_rows<PACKS, WARP_KEYS>(keys_, tile * KEYS + warp() * WARP_KEYS, packs_smem);
   }
 
   // ---- S = Q K^T  [WARP_ROWS, KEYS] ---------------------------------------------------------------------------------

@@ -46,11 +46,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                     int32_t* counters,                         // [num_units] zeros, or null likewise
                     const __grid_constant__ DecodeParams params) {
   using Scan = typename ScanOf<scalar_t, cache_t, HEAD_SIZE, BLOCK_SIZE, HEADS, TILES_AHEAD, IS_ALIGNED>::type;
-  // What is not quantised has no scale, whatever the caller gave.
-  constexpr bool HAS_SCALES = !IS_SAME<scalar_t, cache_t>;
-  const DecodeArrays<scalar_t> arrays{
-      query, alibi_slopes, sinks,   HAS_SCALES ? k_scale : nullptr, HAS_SCALES ? v_scale : nullptr, out,
-      lse,   workspace,    counters};
+  const DecodeArrays<scalar_t> arrays{query, alibi_slopes, sinks, k_scale, v_scale, out, lse, workspace, counters};
   const auto sequence_of = [&](const Segment& segment) {
     return PackedSequence<cache_t, BLOCK_SIZE>{key_cache + segment.kv_head * params.key_head_stride,
                                                value_cache + segment.kv_head * params.value_head_stride,

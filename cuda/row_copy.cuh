@@ -1,6 +1,7 @@
 // How a warp copies rows of features into shared memory.
 #pragma once
 #include "copy.cuh"
+#include "paging.cuh"
 
 namespace pagedkv {
 
@@ -12,6 +13,14 @@ struct SwizzledRows {
     return row * PACKS + (pack ^ row / (8 / CYCLE) % CYCLE);
   }
 };
+
+// By a warp: zeros in the rows of tokens that are not seen, the first of which is `first_token`.
+template <int PACKS, int ROWS>
+__device__ __forceinline__ void clear_unseen_rows(const KeyRange& seen, int32_t first_token, void* rows_smem) {
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < ROWS * PACKS; i += 32)
+    if (!seen.has(first_token + i / PACKS)) static_cast<uint4*>(rows_smem)[i] = {};
+}
 
 // Where a lane reads such rows by ldmatrix: a row and pack of its own, and from there some rows and packs further on.
 template <int PACKS>

@@ -35,6 +35,15 @@ struct States {
   }
 };
 
+// Four numbers from the `first` of a pack on, rounded after multiplication with a factor.
+template <class scalar_t, int N>
+__device__ __forceinline__ void set_four(Pack<scalar_t, N>& pack, int first, const float4& numbers, float factor) {
+  pack.set(first, from_float<scalar_t>(numbers.x * factor));
+  pack.set(first + 1, from_float<scalar_t>(numbers.y * factor));
+  pack.set(first + 2, from_float<scalar_t>(numbers.z * factor));
+  pack.set(first + 3, from_float<scalar_t>(numbers.w * factor));
+}
+
 // The accumulator of one state, spread over a warp: of every 128 numbers each lane holds four that adjoin.
 template <int HEAD_SIZE>
 struct WarpRow {
@@ -74,9 +83,7 @@ struct WarpRow {
     for (int i = 0; i < PACKS; i++) {
       if (!is_there(i)) continue;
       Pack<scalar_t, 4> pack;
-      const float4& numbers = packs[i];
-      pack.set(0, from_float<scalar_t>(numbers.x * factor)), pack.set(1, from_float<scalar_t>(numbers.y * factor));
-      pack.set(2, from_float<scalar_t>(numbers.z * factor)), pack.set(3, from_float<scalar_t>(numbers.w * factor));
+      set_four(pack, 0, packs[i], factor);
       store_elements<IS_ALIGNED>(out + feature(i), pack);
     }
   }

@@ -17,12 +17,12 @@ namespace pagedkv {
 
 template <class scalar_t, class Tile, int HEADS, int TILES_AHEAD, bool IS_ALIGNED>
 class TensorCoreScan {
-  using cache_t = typename Tile::cache_t;
   using Sequence = typename Tile::Sequence;
-  using product_t = typename Operand<scalar_t, cache_t>::type;
+  using product_t = typename Operand<scalar_t, typename Tile::cache_t>::type;
   static constexpr bool IS_CONVERTED = !IS_SAME<scalar_t, product_t>;
 
  public:
+  using cache_t = typename Tile::cache_t;
   static constexpr int HEAD_SIZE = Tile::HEAD_SIZE, TILE_TOKENS = Tile::TOKENS;
 
  private:

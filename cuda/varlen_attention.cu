@@ -113,13 +113,7 @@ __device__ __forceinline__ void write_rows(const QueryTile& tile, const States<A
     } else {
       Pack<scalar_t, X> pack;
 #pragma unroll
-      for (int j = 0; j < X / 4; j++) {
-        const float4& four = numbers[j];
-        pack.set(4 * j, from_float<scalar_t>(four.x * factor));
-        pack.set(4 * j + 1, from_float<scalar_t>(four.y * factor));
-        pack.set(4 * j + 2, from_float<scalar_t>(four.z * factor));
-        pack.set(4 * j + 3, from_float<scalar_t>(four.w * factor));
-      }
+      for (int j = 0; j < X / 4; j++) set_four(pack, 4 * j, numbers[j], factor);
       store_elements<IS_ALIGNED>(reinterpret_cast<scalar_t*>(target) + feature, pack);
     }
   }

@@ -44,11 +44,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
                   int32_t* counters,                         // [num_units] zeros
                   const __grid_constant__ DecodeParams params) {
   using Scan = TensorCoreScan<scalar_t, FlashTile<cache_t, HEAD_SIZE>, HEADS, TILES_AHEAD, true>;
-  // What is not quantised has no scale, whatever the caller gave.
-  constexpr bool HAS_SCALES = !IS_SAME<scalar_t, cache_t>;
-  const DecodeArrays<scalar_t> arrays{
-      query, alibi_slopes, sinks,   HAS_SCALES ? k_scale : nullptr, HAS_SCALES ? v_scale : nullptr, out,
-      lse,   workspace,    counters};
+  const DecodeArrays<scalar_t> arrays{query, alibi_slopes, sinks, k_scale, v_scale, out, lse, workspace, counters};
   const auto sequence_of = [&](const Segment& segment) {
     return SeenFlashSequence<cache_t>{
         {key_cache + segment.kv_head * params.key_head_stride, value_cache + segment.kv_head * params.value_head_stride,
