@@ -126,7 +126,7 @@ def _read(
         if is_checked():
             on_host = [_on_host(array, names[field], stream) for field, array in indices_as.items()]
             indices.check_scales(problem.cache, lambda scale: _on_host(scale, "k_scale and v_scale", stream))
-            indices.check_attention(problem, *on_host, *[None] * (3 - len(on_host)))
+            indices.check_attention(problem, *on_host)
         converted = replace(problem, **indices_as)
         replay = ReadReplay(plan(converted, _num_sms(device)), converted)
     arrays = [*arrays_of(converted), converted.workspace]

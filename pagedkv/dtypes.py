@@ -36,6 +36,11 @@ def is_fp8(dtype: np.dtype) -> bool:
     return dtype in FP8
 
 
+def storage_dtype(dtype: np.dtype, kv_cache_dtype: str) -> np.dtype:
+    """Of a cache for keys of ``dtype``: fp8 codes travel as uint8."""
+    return dtype if kv_cache_dtype == "auto" else UINT8
+
+
 def is_signed_integer(dtype: np.dtype) -> bool:
     """Whether slots, ids or lengths may have this dtype."""
     return dtype.kind == "i"

@@ -82,7 +82,7 @@ def key_range(options: ScoreOptions, seq_len: int, num_queries: int) -> tuple[in
 
 
 def check_attention(
-    problem: Attention, block_table: np.ndarray, seq_lens: np.ndarray, starts: np.ndarray | None
+    problem: Attention, block_table: np.ndarray, seq_lens: np.ndarray, starts: np.ndarray | None = None
 ) -> list[tuple[int, int]]:
     """Checks all indices of a read and returns each sequence's range of visible keys."""
     check_lengths(problem, seq_lens)

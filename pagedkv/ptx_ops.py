@@ -60,7 +60,7 @@ def paged_attention_v2(problem: Attention) -> None:
 
 def _decode(problem: Attention) -> None:
     indices.check_scales(problem.cache, ArrayView.numpy)
-    indices.check_attention(problem, problem.block_table.numpy(), problem.seq_lens.numpy(), None)
+    indices.check_attention(problem, problem.block_table.numpy(), problem.seq_lens.numpy())
     if problem.num_seqs == 0:
         return
     tables, lens = (_as(np.int32, array) for array in (problem.block_table, problem.seq_lens))

@@ -40,9 +40,8 @@ def plan_varlen(problem: Attention, num_sms: int) -> ReadLaunch:
     named = {"q": problem.query, "k": cache.key, "v": cache.value, "s_aux": problem.options.sinks}
     named |= {"block_table": problem.block_table, "seqused_k": problem.seq_lens}
     check_addresses(problem, named | {"cu_seqlens_q": problem.query_start_loc})
-    instance = varlen_instance(problem)
     if _is_one_each(problem):
-        return plan_instance(problem, instance, num_sms)
+        return plan_instance(problem, _decode_instance(problem), num_sms)
     num_tokens, num_heads, head_size = problem.query.shape
     ctas = _most_tiles(problem) * cache.shape.num_kv_heads
     splits = _num_splits(problem, ctas, num_sms)
@@ -55,7 +54,7 @@ def plan_varlen(problem: Attention, num_sms: int) -> ReadLaunch:
     if splits == 1 and _has_short_queries(problem):
         before = plan_instance(problem, _decode_instance(problem), num_sms)
     params = _params(problem, splits, num_states, least_queries=0 if before is None else 2)
-    launch = Launch(instance, (ctas,), 32 * WARPS, params, _shared_bytes(problem))
+    launch = Launch(varlen_instance(problem), (ctas,), 32 * WARPS, params, _shared_bytes(problem))
     merge = None
     if splits > 1:
         merger = merge_splits_instance_for(problem.query.dtype, head_size, is_aligned=_is_aligned(problem))

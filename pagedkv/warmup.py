@@ -8,7 +8,7 @@ import numpy as np
 from . import validate
 from .checks import check_choice, check_size, wrong
 from .context import chosen_backend
-from .dtypes import BY_NAME, KV_CACHE_DTYPES, UINT8
+from .dtypes import BY_NAME, KV_CACHE_DTYPES, storage_dtype
 from .layout import FLASH_LAYOUTS, cache_shapes
 from .ops import backend_module
 
@@ -54,7 +54,7 @@ def warmup(
     num_heads, num_kv_heads, head_size, block_size = _sizes(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size
     )
-    stored = dtype if kv_cache_dtype == "auto" else UINT8
+    stored = storage_dtype(dtype, kv_cache_dtype)
     shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_size, stored)
     caches = [np.empty(shape, stored) for shape in shapes]
     launches = [*_writes(dtype, caches, num_kv_heads, head_size, layout, kv_cache_dtype)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.dtypes import storage_dtype
 from pagedkv.layout import cache_shapes
 
 from . import reference
@@ -32,7 +33,7 @@ class CacheKind:
 
     @property
     def cache_dtype(self) -> np.dtype:
-        return self.dtype if self.kv_cache_dtype == "auto" else np.dtype(np.uint8)
+        return storage_dtype(self.dtype, self.kv_cache_dtype)
 
     @property
     def shape(self) -> Record:

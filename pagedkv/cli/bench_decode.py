@@ -11,7 +11,7 @@ import numpy as np
 
 from .bench_cache import CacheKind
 from .bench_inputs import BatchInputs
-from .bench_timing import call, checked_time, run_record
+from .bench_timing import call, checked_time, measured_rows, run_record
 from .decode_inputs import decode_inputs
 from .decode_rows import FUNCTIONS, OPS, ROWS, DecodeRow, nbytes
 from .markdown import Record
@@ -31,10 +31,7 @@ class DecodeBench:
 
     def run(self, rows: Sequence[DecodeRow], progress: Callable[[str], None]) -> Record:
         """All rows, with the ceilings of the same run."""
-        measured = []
-        for row in rows:
-            measured.append(self._row(row))
-            progress(_progress_line(measured[-1]))
+        measured = measured_rows(rows, self._row, progress, _progress_line)
         record = run_record("decode", self.stopwatch, self.kind.shape)
         return record | {"host_us": self._host_costs(), "rows": measured}
 

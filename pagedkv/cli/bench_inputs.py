@@ -94,10 +94,9 @@ class BatchInputs:
         if op in ("paged_attention_v1", CASCADE):
             return out
         num_tokens, num_heads, head_size = self.query.shape
-        longest = int(self.seq_lens.max()) if op == VARLEN else self.tables.shape[1] * self.kind.block_size
+        longest = self.tables.shape[1] * self.kind.block_size
         sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "head_size": head_size, "max_seq_len": longest}
-        nbytes = pagedkv.workspace_nbytes(op, **sizes)
-        return out | ({"workspace": self.xp.empty(nbytes, np.uint8)} if nbytes else {})
+        return out | {"workspace": self.xp.empty(pagedkv.workspace_nbytes(op, **sizes), np.uint8)}
 
     def new_out(self) -> Any:
         """Where a result goes: NaN, so that what is not written shows."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .bench_cache import CacheKind
-from .bench_timing import checked_time, run_record
+from .bench_timing import checked_time, measured_rows, run_record
 from .markdown import Record
 from .mixed_rows import HEADS, CascadeRow, MixedRow, WindowRow
 
@@ -23,10 +23,7 @@ class MixedBench:
 
     def run(self, rows: Sequence[MixedRow | WindowRow | CascadeRow], progress: Callable[[str], None]) -> Record:
         """All rows, with the ceilings of the same run."""
-        measured = []
-        for row in rows:
-            measured.append(self._row(row))
-            progress(_progress_line(measured[-1]))
+        measured = measured_rows(rows, self._row, progress, _progress_line)
         return run_record("mixed", self.stopwatch, self.kind.shape) | {"rows": measured}
 
     def _row(self, row: MixedRow | WindowRow | CascadeRow) -> Record:

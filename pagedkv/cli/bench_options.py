@@ -108,6 +108,16 @@ def progress(line: str) -> None:
     click.echo(line, err=True)
 
 
+def run_on_card(bench: Callable[[Any, Any], Any], repeats: int, rows: Sequence[Any]) -> Record:
+    """What a bench, made of CuPy and a stopwatch, records of these rows, and where."""
+    import cupy
+
+    from .environment import environment
+    from .timing import Stopwatch
+
+    return environment() | bench(cupy, Stopwatch(repeats)).run(rows, progress)
+
+
 def deliver(record: Record, results: Path | None, as_json: bool) -> None:
     """Keeps a record where it should be kept, and prints it or its table."""
     if results is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .bench_cache import CacheKind
 from .bench_inputs import VARLEN, random_batch
-from .bench_timing import checked_time, run_record
+from .bench_timing import checked_time, measured_rows, run_record
 from .markdown import Record
 from .prefill_rows import PrefillRow
 
@@ -26,10 +26,7 @@ class PrefillBench:
 
     def run(self, rows: Sequence[PrefillRow], progress: Callable[[str], None]) -> Record:
         """All rows, with the ceilings of the same run."""
-        measured = []
-        for row in rows:
-            measured.append(self._row(row))
-            progress(_progress_line(measured[-1]))
+        measured = measured_rows(rows, self._row, progress, _progress_line)
         return run_record("prefill", self.stopwatch, self.kind.shape) | {"rows": measured}
 
     def _row(self, row: PrefillRow) -> Record:

@@ -1,7 +1,7 @@
 """What benches of reads share: a check before each time, and the ceilings of the same run."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import click
 
@@ -13,6 +13,8 @@ from .markdown import Record
 
 READ_BYTES = 256 << 20
 METHOD = "medians of graph replays, L2 cold"
+
+Row = TypeVar("Row")
 
 
 def checked_time(stopwatch: Any, title: str, op: str, inputs: BatchInputs, **options: Any) -> tuple[float, str | None]:
@@ -32,6 +34,20 @@ def checked_time(stopwatch: Any, title: str, op: str, inputs: BatchInputs, **opt
 def call(op: str, arguments: dict[str, Any]) -> Callable[[], Any]:
     """An op with its arguments, to be called."""
     return lambda: getattr(pagedkv, op)(**arguments)
+
+
+def measured_rows(
+    rows: Sequence[Row],
+    measure: Callable[[Row], Record],
+    progress: Callable[[str], None],
+    line: Callable[[Record], str],
+) -> list[Record]:
+    """What ``measure`` says of each row; ``progress`` gets a ``line`` as soon as it has been measured."""
+    measured = []
+    for row in rows:
+        measured.append(measure(row))
+        progress(line(measured[-1]))
+    return measured
 
 
 def run_record(bench: str, stopwatch: Any, shape: Record) -> Record:

@@ -9,6 +9,7 @@ import cupy
 import numpy as np
 
 import pagedkv
+from pagedkv.dtypes import storage_dtype
 from pagedkv.layout import cache_shapes
 
 from . import reference
@@ -143,7 +144,7 @@ class WriteBench:
         return rng.permutation(num_live)[block] * self.block_size + offset
 
     def _storage(self, kind: Kind) -> np.dtype:
-        return self.dtype if kind.kv_cache_dtype == "auto" else np.dtype(np.uint8)
+        return storage_dtype(self.dtype, kind.kv_cache_dtype)
 
     # ---- what a write must move -------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """``pagedkv bench decode``: its options, and from them to the record."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from .bench_options import (
     chosen_rows,
     deliver,
     own_batch_options,
-    progress,
     record_options,
     row_option,
+    run_on_card,
 )
 from .decode_record import completed
 from .decode_rows import CROSSOVER, FUNCTIONS, OPS, ROWS_BY_NAME, DecodeRow, record_name
@@ -81,14 +82,9 @@ def _rows(options: dict[str, Any]) -> list[DecodeRow]:
 
 
 def _record(rows: list[DecodeRow], results: Path, ops: Sequence[str], repeats: int, **kind: Any) -> Record:
-    import cupy
-
     from .bench_decode import DecodeBench
-    from .environment import environment
-    from .timing import Stopwatch
 
-    measuring = DecodeBench(cupy, Stopwatch(repeats), ops, cache_kind(**kind))
-    record = environment() | measuring.run(rows, progress)
+    record = run_on_card(partial(DecodeBench, ops=ops, kind=cache_kind(**kind)), repeats, rows)
     plain_name = record_name({**record["shape"], "kv_cache_dtype": "auto"})
     plain, peers = (report.load(results, record["card"], name) for name in (plain_name, report.PEERS))
     return completed(record, plain, peers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.dtypes import storage_dtype
 from pagedkv.layout import cache_shapes
 
 from . import reference
@@ -45,8 +46,7 @@ class Sizes:
 
     @property
     def cache_dtype(self) -> np.dtype:
-        """Of the storage: fp8 codes travel as uint8."""
-        return self.dtype if self.kv_cache_dtype == "auto" else np.dtype(np.uint8)
+        return storage_dtype(self.dtype, self.kv_cache_dtype)
 
     def check(self) -> None:
         """ValueError for what no cache can be drawn for; all else is left to the package's own validation."""

@@ -1,5 +1,6 @@
 """``pagedkv bench mixed``: its options, and from them to the record."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -12,9 +13,9 @@ from .bench_options import (
     check_gpu,
     check_keeps_all,
     deliver,
-    progress,
     record_options,
     row_option,
+    run_on_card,
 )
 from .mixed_rows import ROWS_BY_NAME, record_name
 
@@ -31,13 +32,9 @@ def mixed(results: Path | None, as_json: bool, names: tuple[str, ...], repeats: 
     """
     check_keeps_all(results, {"--row": names})
     check_gpu("mixed")
-    import cupy
-
     from .bench_mixed import MixedBench
-    from .environment import environment
-    from .timing import Stopwatch
 
-    bench = MixedBench(cupy, Stopwatch(repeats), cache_kind(**kind))
-    record = environment() | bench.run([ROWS_BY_NAME[name] for name in names or ROWS_BY_NAME], progress)
+    rows = [ROWS_BY_NAME[name] for name in names or ROWS_BY_NAME]
+    record = run_on_card(partial(MixedBench, kind=cache_kind(**kind)), repeats, rows)
     record["name"] = record_name(record["shape"])
     deliver(record, results, as_json)

@@ -1,5 +1,6 @@
 """``pagedkv bench prefill``: its options, and from them to the record."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from .bench_options import (
     chosen_rows,
     deliver,
     own_batch_options,
-    progress,
     record_options,
     row_option,
+    run_on_card,
 )
 from .markdown import Record
 from .prefill_record import completed
@@ -46,11 +47,7 @@ def prefill(results: Path | None, as_json: bool, **options: Any) -> None:
 
 
 def _record(rows: list[PrefillRow], results: Path, repeats: int, **kind: Any) -> Record:
-    import cupy
-
     from .bench_prefill import PrefillBench
-    from .environment import environment
-    from .timing import Stopwatch
 
-    record = environment() | PrefillBench(cupy, Stopwatch(repeats), cache_kind(**kind)).run(rows, progress)
+    record = run_on_card(partial(PrefillBench, kind=cache_kind(**kind)), repeats, rows)
     return completed(record, report.load(results, record["card"], report.PEERS))
