@@ -4,6 +4,7 @@ import cases
 import numpy as np
 import oracle
 import pytest
+from graphs import LIVE, LONG, NUM_SEQS, SHORT, assert_results, captured, replay_in_turn
 
 import pagedkv
 
@@ -14,8 +15,6 @@ WAYS = {
     "v2": ("paged_attention_v2", {}),
     "v2 by partitions": ("paged_attention_v2", {"partition_size": 256}),
 }
-NUM_SEQS, SHORT, LONG = 8, 128, 4096
-LIVE = [0, 3, 6]  # of the replay's sequences; the others have ended
 
 
 @pytest.fixture(params=WAYS)
@@ -47,23 +46,9 @@ def buffers(cupy, arguments, op, options):
     return outs | {"workspace": cupy.full(pagedkv.workspace_nbytes(op, **sizes, **options), 0xFF, np.uint8)}
 
 
-def captured(cupy, stream, call):
-    """A graph of one call, after an eager one."""
-    with stream:
-        call()
-        stream.begin_capture()
-        call()
-        return stream.end_capture()
-
-
 def eager(op, arguments, options):
     out, lse = getattr(pagedkv, op)(**arguments, **options, return_lse=True)
     return out.get(), lse.get()
-
-
-def assert_results(given, expected):
-    cases.assert_same_bits(given["out"].get(), expected[0])
-    cases.assert_same_bits(given["lse_out"].get(), expected[1])
 
 
 def test_graph_replay_with_other_lengths(cupy, rng, way):
@@ -96,15 +81,8 @@ def test_graphs_replayed_in_turn(cupy, rng, way):
         given = buffers(cupy, arguments, op, options)
         cupy.cuda.Device().synchronize()
         graph = captured(cupy, stream, lambda a=arguments, g=given: getattr(pagedkv, op)(**a, **g, **options))
-        # Buffers live as long as the graph that has their addresses.
         replays.append((graph, arguments, given, eager(op, arguments, options)))
-    for graph, _, given, expected in [*replays, *reversed(replays)] * 3:
-        with stream:
-            for buffer in given.values():
-                buffer.view(np.uint8).fill(0xFF)
-        graph.launch(stream)
-        stream.synchronize()
-        assert_results(given, expected)
+    replay_in_turn(stream, replays)
 
 
 def test_a_graph_beside_eager_calls_on_another_stream(cupy, rng):

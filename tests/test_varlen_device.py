@@ -7,8 +7,8 @@ import oracle
 import pytest
 import test_cascade
 from far_blocks import BLOCK_STRIDE, blocks_far_apart, sparse_bytes
+from graphs import LIVE, LONG, NUM_SEQS, SHORT, assert_results, captured, replay_in_turn
 from test_merge_states import states
-from test_paged_attention_device import LIVE, LONG, NUM_SEQS, SHORT, captured
 from test_varlen_attention_strides import assert_same_result
 
 import pagedkv
@@ -89,12 +89,6 @@ def eager(arguments, **options):
     return out.get(), lse.get()
 
 
-def assert_results(given, expected, num_tokens=None):
-    """The first tokens' out and lse_out, or all, have the bits of an eager call's."""
-    cases.assert_same_bits(given["out"].get()[:num_tokens], expected[0][:num_tokens])
-    cases.assert_same_bits(given["lse_out"].get()[:, :num_tokens], expected[1][:, :num_tokens])
-
-
 def assert_right(cupy, state, arguments, num_tokens=None):
     """The first tokens' out and LSE, or all, against the oracle."""
     host = on_host(cupy, arguments)
@@ -147,15 +141,8 @@ def test_graphs_replayed_in_turn(cupy, rng, num_splits):
         graph = captured(
             cupy, stream, lambda a=arguments, g=given, o=options: pagedkv.flash_attn_varlen_func(**a, **g, **o)
         )
-        # Buffers live as long as the graph that has their addresses.
         replays.append((graph, arguments, given, eager(arguments, **options)))
-    for graph, _, given, expected in [*replays, *reversed(replays)] * 3:
-        with stream:
-            for buffer in given.values():
-                buffer.view(np.uint8).fill(0xFF)
-        graph.launch(stream)
-        stream.synchronize()
-        assert_results(given, expected)
+    replay_in_turn(stream, replays)
 
 
 def test_capture_of_first_calls_after_warmup(cupy, rng, monkeypatch):

@@ -365,21 +365,27 @@ def test_sequences_too_long_to_count_their_tiles_are_not_shared():
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
-def test_parameters_of_every_array():
-    """Each stride from its own array, all different."""
-    given = {
-        "q": np.zeros((5, 7, 80), np.float16)[:, :6, :64],
-        "k": np.zeros((4, 16, 3, 80), np.uint8)[:, :, :2, :64],
-        "v": np.zeros((4, 20, 5, 64), np.uint8)[:, :16, :2],
+def strided():
+    """The arrays of one axis or of indices that a call may have, each with strides of its own."""
+    return {
         "block_table": np.zeros((3, 10), np.int32)[:, ::2],
         "seqused_k": np.zeros((3, 4), np.int32)[:, 1],
         "cu_seqlens_q": np.zeros((4, 6), np.int32)[:, 2],
-        "out": np.zeros((5, 9, 96), np.float16)[:, :6, :64],
         "lse_out": np.zeros((6, 15), np.float32)[:, ::3],
         "alibi_slopes": np.zeros(30, np.float32)[::5],
         "s_aux": np.zeros(42, np.float32)[::7],
         "k_descale": np.ones(8, np.float32)[::4],
         "v_descale": np.ones(12, np.float32)[::6],
+    }
+
+
+def test_parameters_of_every_array():
+    """Each stride from its own array, all different."""
+    given = strided() | {
+        "q": np.zeros((5, 7, 80), np.float16)[:, :6, :64],
+        "k": np.zeros((4, 16, 3, 80), np.uint8)[:, :, :2, :64],
+        "v": np.zeros((4, 20, 5, 64), np.uint8)[:, :16, :2],
+        "out": np.zeros((5, 9, 96), np.float16)[:, :6, :64],
     }
     options = {"softmax_scale": 0.25, "softcap": 30.0, "window_size": (12, 3), "kv_cache_dtype": "fp8", "num_splits": 5}
     params = params_of(varlen_plan.plan_varlen(problem(given, **options), NUM_SMS).launch)
@@ -401,19 +407,11 @@ def test_parameters_of_every_array():
 
 def test_parameters_of_every_array_of_decode():
     """Each stride from its own array, all different."""
-    given = {
+    given = strided() | {
         "q": aligned((5, 7, 80))[:, :6, :64],
         "k": aligned((4, 17, 3, 80), np.uint8)[:, :, :2, :64],
         "v": aligned((4, 20, 5, 64), np.uint8)[:, :17, :2],
-        "block_table": np.zeros((3, 10), np.int32)[:, ::2],
-        "seqused_k": np.zeros((3, 4), np.int32)[:, 1],
-        "cu_seqlens_q": np.zeros((4, 6), np.int32)[:, 2],
         "out": aligned((5, 9, 96))[:, :6, :64],
-        "lse_out": np.zeros((6, 15), np.float32)[:, ::3],
-        "alibi_slopes": np.zeros(30, np.float32)[::5],
-        "s_aux": np.zeros(42, np.float32)[::7],
-        "k_descale": np.ones(8, np.float32)[::4],
-        "v_descale": np.ones(12, np.float32)[::6],
     }
     options = {"softmax_scale": 0.25, "softcap": 30.0, "window_size": (12, 3), "kv_cache_dtype": "fp8", **DECODE}
     plan = varlen_plan.plan_varlen(problem(given, **options), NUM_SMS)
