@@ -1,5 +1,6 @@
 """pagedkv: a CuPy raw-kernel toolkit for the paged KV cache of LLM inference."""
 
+from .blocks import BlockPool, OutOfBlocks
 from .cascade import cascade_attention
 from .context import checked, use_backend
 from .ops import (
@@ -11,14 +12,23 @@ from .ops import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
+from .prefix import PrefixHashes
+from .step import block_table_to_csr, csr_to_block_table
+from .table import BlockTable
 from .warmup import warmup
 from .workspace import workspace_nbytes
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockPool",
+    "BlockTable",
+    "OutOfBlocks",
+    "PrefixHashes",
+    "block_table_to_csr",
     "cascade_attention",
     "checked",
+    "csr_to_block_table",
     "flash_attn_varlen_func",
     "merge_attn_states",
     "paged_attention",
