@@ -1,5 +1,5 @@
-// Packs of a cache as words of two numbers that tensor cores multiply. fp8 codes become float16, which holds all of
-// them exactly whatever the query's dtype.
+// Packs of a cache as words of two numbers that tensor cores multiply, and as the numbers that they stand for. fp8
+// codes become float16, which holds all of them exactly whatever the query's dtype.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -74,5 +74,38 @@ __device__ __forceinline__ uint32_t pair_of_floats(float x, float y, __nv_bfloat
   const __nv_bfloat162_raw pair = __floats2bfloat162_rn(x, y);
   return pair.x | static_cast<uint32_t>(pair.y) << 16;
 }
+
+// Numbers of a head on their way out of the cache: fp8 codes times the head's scale in float32, rounded once.
+template <class scalar_t, class cache_t>
+struct Dequantizer {
+  float scale;
+
+  __device__ __forceinline__ Dequantizer(const Scale& scale, int head) : scale(scale.of_head(head)) {}
+
+  // A hardware conversion takes two codes; a pack of one repeats its only one.
+  template <int N>
+  __device__ __forceinline__ Pack<scalar_t, N> convert(const Pack<cache_t, N>& codes) const {
+    Pack<scalar_t, N> numbers;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const uint32_t low = codes.get(i).__x, high = codes.get(N == 1 ? 0 : i + 1).__x;
+      const float2 pair = __half22float2(__nv_cvt_fp8x2_to_halfraw2(low | high << 8, FP8_FORMAT<cache_t>));
+      numbers.set(i, from_float<scalar_t>(multiply_ieee(pair.x, scale)));
+      if (N > 1) numbers.set(i + 1, from_float<scalar_t>(multiply_ieee(pair.y, scale)));
+    }
+    return numbers;
+  }
+};
+
+// An unquantised cache gives the bits it holds, NaN payloads included.
+template <class scalar_t>
+struct Dequantizer<scalar_t, scalar_t> {
+  __device__ __forceinline__ Dequantizer(const Scale&, int) {}
+
+  template <int N>
+  __device__ __forceinline__ Pack<scalar_t, N> convert(const Pack<scalar_t, N>& pack) const {
+    return pack;
+  }
+};
 
 }  // namespace pagedkv

@@ -79,4 +79,44 @@ struct SeenFlashSequence : FlashSequence<cache_t> {
   KeyRange seen;
 };
 
+// Where a slot lies in a cache, in elements.
+__device__ __forceinline__ int64_t offset_of(const SlotPosition& position, const CopyEnd& cache) {
+  return position.block * cache.block_stride + position.offset * cache.token_stride;
+}
+
+// Ranges of several sequences' tokens as rows, one range after the other.
+struct TokenRanges {
+  const int32_t* cu_seq_lens;  // [num_seqs + 1]: where each sequence's rows start
+  const int32_t* seq_starts;   // [num_seqs]: the first token of each range, or null: 0
+  const int32_t* block_table;  // [num_seqs, max_blocks]
+  const GatherParams& params;
+
+  __device__ __forceinline__ int32_t row_start(int32_t sequence) const {
+    return cu_seq_lens[sequence * params.row_start_stride];
+  }
+  // Those that there are and that fit.
+  __device__ __forceinline__ int32_t num_rows() const { return min(row_start(params.num_seqs), params.num_rows); }
+
+  // The last sequence that starts at a row or before it: one that is empty starts where the next one does.
+  __device__ __forceinline__ int32_t sequence_of(int32_t row) const {
+    int32_t first = 0, last = params.num_seqs - 1;
+    while (first < last) {
+      const int32_t middle = (first + last + 1) / 2;
+      if (row_start(middle) <= row)
+        first = middle;
+      else
+        last = middle - 1;
+    }
+    return first;
+  }
+
+  // Where a row's token lies.
+  __device__ __forceinline__ SlotPosition find(int32_t row) const {
+    const int32_t sequence = sequence_of(row);
+    const int64_t start = seq_starts == nullptr ? 0 : seq_starts[sequence * params.seq_start_stride];
+    const SlotPosition position = locate(start + row - row_start(sequence), params.block_size);
+    return {block_table[sequence * params.table_stride + position.block * params.table_step], position.offset};
+  }
+};
+
 }  // namespace pagedkv

@@ -132,6 +132,84 @@ struct MergeParams {
   int64_t num_packs;
 };
 
+// One end of a copy of keys or values. Strides are in elements.
+struct CopyEnd {
+  int64_t block_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+  int64_t pack_stride;  // between as many features as 16 bytes hold
+};
+
+// What a CTA copies: some tokens' packs of some heads, so many tokens and packs of each at a time.
+struct CopyTile {
+  FastDivisor packs_per_head;
+  FastDivisor packs_per_step;
+  uint32_t tokens_per_step;
+  uint32_t num_heads;
+  int32_t num_tokens;
+};
+
+// One side (K or V) of a gather.
+struct GatherSide {
+  CopyEnd cache, out;
+  float scale;           // used where the kernel's scale pointer is null
+  int32_t scale_stride;  // between the scales of heads, 0 where all share one
+};
+
+struct GatherParams {
+  GatherSide sides[2];   // K, V
+  int64_t table_stride;  // between the rows of the block table
+  int64_t table_step;    // inside one
+  int64_t row_start_stride;
+  int64_t seq_start_stride;
+  FastDivisor block_size;
+  CopyTile tile;
+  int32_t num_seqs;
+  int32_t num_rows;  // that the outputs have
+};
+
+// One side (K or V) of a change of layout.
+struct ConvertSide {
+  CopyEnd source, target;
+};
+
+struct ConvertParams {
+  ConvertSide sides[2];  // K, V
+  FastDivisor block_size;
+  CopyTile tile;
+  int64_t num_slots;
+};
+
+// A decode step that the device lays out. Strides are in elements.
+struct AdvanceParams {
+  int64_t table_stride;  // between the rows of the block table
+  int64_t table_step;    // inside one
+  FastDivisor block_size;
+  int32_t num_seqs;
+  int32_t max_blocks;
+};
+
+// Where the blocks of one cache lie, or one part of each: block i at `source + i * source_block_stride`. In bytes.
+struct BlockAddresses {
+  int64_t source;
+  int64_t target;
+  int64_t source_block_stride;
+  int64_t target_block_stride;
+};
+
+// Moves of whole blocks. A block is `num_rows` rows, each of adjoining bytes.
+struct BlockMoveParams {
+  int64_t source_row_stride;  // in bytes
+  int64_t target_row_stride;
+  int64_t pair_stride;  // of the mapping, in elements
+  int64_t side_stride;  // from a source to its destination
+  int64_t block_packs;  // of a block: num_rows * row_packs
+  int64_t num_items;    // parts of blocks: num_caches * num_pairs * parts_per_block
+  FastDivisor row_packs;
+  FastDivisor parts_per_block;
+  FastDivisor num_pairs;
+};
+
 // The ceilings a benchmark measures beside its kernels.
 struct StreamParams {
   int64_t num_packs;  // of 16 bytes

@@ -1,8 +1,11 @@
 """pagedkv: a CuPy raw-kernel toolkit for the paged KV cache of LLM inference."""
 
+from .advance import advance_decode
 from .blocks import BlockPool, OutOfBlocks
 from .cascade import cascade_attention
 from .context import checked, use_backend
+from .gather import convert_layout, gather_cache
+from .moves import copy_blocks, swap_blocks
 from .ops import (
     flash_attn_varlen_func,
     merge_attn_states,
@@ -25,17 +28,22 @@ __all__ = [
     "BlockTable",
     "OutOfBlocks",
     "PrefixHashes",
+    "advance_decode",
     "block_table_to_csr",
     "cascade_attention",
     "checked",
+    "convert_layout",
+    "copy_blocks",
     "csr_to_block_table",
     "flash_attn_varlen_func",
+    "gather_cache",
     "merge_attn_states",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
     "reshape_and_cache",
     "reshape_and_cache_flash",
+    "swap_blocks",
     "use_backend",
     "warmup",
     "workspace_nbytes",

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import ArrayView, device_name, view
-from .dtypes import is_signed_integer
+from .dtypes import BY_NAME, is_signed_integer
 from .layout import is_contiguous
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -105,6 +105,14 @@ def check_size(value: Any, name: str, *, minimum: int) -> int:
     if value is None:
         raise TypeError(wrong(name, "an integer", None))
     return check_count(value, name, minimum=minimum, none=None)
+
+
+def float_dtype(given: Any, name: str) -> np.dtype:
+    """The float dtype that an object of NumPy, torch or JAX, or a string, names; TypeError for any other."""
+    kind = getattr(given, "__name__", None) or str(given).rpartition(".")[2]
+    if kind not in BY_NAME:
+        raise TypeError(wrong(name, f"one of {', '.join(BY_NAME)}", repr(given)))
+    return BY_NAME[kind]
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:

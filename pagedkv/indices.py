@@ -8,7 +8,7 @@ import numpy as np
 from .arrays import ArrayView
 from .checks import LARGEST, SMALLEST, wrong
 from .dtypes import is_fp8
-from .problem import Attention, CacheWrite, PagedCache, ScoreOptions
+from .problem import AdvanceDecode, Attention, BlockMove, CacheWrite, GatherCache, PagedCache, ScoreOptions
 
 
 def check_slots(problem: CacheWrite, slots: np.ndarray) -> None:
@@ -66,10 +66,13 @@ def check_starts(problem: Attention, starts: np.ndarray) -> None:
 
 def check_block_ids(problem: Attention, block_ids: np.ndarray) -> None:
     """IndexError for a visible block id outside the cache."""
-    num_blocks = problem.cache.shape.num_blocks
+    name = "block_tables" if problem.query_start_loc is None else "block_table"
+    _check_ids(block_ids, problem.cache.shape.num_blocks, name)
+
+
+def _check_ids(block_ids: np.ndarray, num_blocks: int, name: str) -> None:
     outside = block_ids[(block_ids < 0) | (block_ids >= num_blocks)]
     if outside.size:
-        name = "block_tables" if problem.query_start_loc is None else "block_table"
         raise IndexError(wrong(name, f"visible ids from 0 to {num_blocks - 1}", int(outside[0])))
 
 
@@ -97,3 +100,67 @@ def check_attention(
         if last > first:
             check_block_ids(problem, row[first // block_size : -(-last // block_size)])
     return ranges
+
+
+def check_row_starts(row_starts: np.ndarray, num_rows: int | None = None) -> np.ndarray:
+    """How many rows each sequence has, int64. ValueError unless the starts rise from 0, to at most ``num_rows``."""
+    counts = np.diff(row_starts.astype(np.int64))  # narrow integers would wrap
+    if row_starts[0] != 0 or (counts < 0).any():
+        given = row_starts.tolist() if row_starts.size < 9 else "others"
+        raise ValueError(wrong("cu_seq_lens", "starts that rise from 0", given))
+    if num_rows is not None and row_starts[-1] > num_rows:
+        raise ValueError(wrong("cu_seq_lens", f"at most {num_rows}, the rows of the output", int(row_starts[-1])))
+    return counts
+
+
+def check_gather(
+    problem: GatherCache, block_table: np.ndarray, row_starts: np.ndarray, seq_starts: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Block and offset of every row that is filled, int64. ValueError for starts of rows or ranges that are none,
+    IndexError for a token past its row of the table and for a block outside the cache."""
+    counts, block_size = check_row_starts(row_starts, problem.num_rows), problem.cache.shape.block_size
+    (live,) = np.nonzero(counts)
+    first = np.zeros(counts.size, np.int64) if seq_starts is None else seq_starts.astype(np.int64)
+    if first[live].min(initial=0) < 0:
+        raise ValueError(wrong("seq_starts", "starts of at least 0", int(first[live].min())))
+    capacity, last = block_table.shape[1] * block_size, int((first + counts)[live].max(initial=0))
+    if last > capacity:
+        expected = f"ranges that end by token {capacity}, what a row of the block table holds"
+        raise IndexError(wrong("cu_seq_lens", expected, last))
+    sequence = np.repeat(np.arange(counts.size), counts)
+    token = np.arange(sequence.size) + (first - row_starts[:-1])[sequence]
+    block, offset = np.divmod(token, block_size)
+    ids = block_table[sequence, block].astype(np.int64)
+    _check_ids(ids, problem.cache.shape.num_blocks, "block_table")
+    return ids, offset
+
+
+def check_advance(problem: AdvanceDecode, block_table: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    """The slots of the next tokens of all sequences but padding, int64. ValueError for a negative length, IndexError
+    for a full row or one without a block for its token."""
+    if seq_lens.min(initial=0) < 0:
+        raise ValueError(wrong("seq_lens", "lengths of at least 0", int(seq_lens.min())))
+    live, capacity = np.flatnonzero(seq_lens), problem.max_blocks * problem.block_size
+    if seq_lens.max(initial=0) >= capacity and live.size:
+        raise IndexError(wrong("seq_lens", f"less than {capacity} tokens, what a row holds", int(seq_lens.max())))
+    block, offset = np.divmod(seq_lens[live].astype(np.int64), problem.block_size)
+    block_ids = block_table[live, block].astype(np.int64)
+    if block_ids.min(initial=0) < 0:
+        row = live[np.argmin(block_ids)]
+        raise IndexError(wrong("block_table", f"a block for token {seq_lens[row]} of row {row}", int(block_ids.min())))
+    return block_ids * problem.block_size + offset
+
+
+def check_pairs(move: BlockMove, pairs: np.ndarray) -> None:
+    """IndexError for a block outside its pool, ValueError for a destination named twice."""
+    if len(pairs) == 0:
+        return
+    for what, ids, arrays in zip(("sources", "destinations"), pairs.T, (move.sources, move.targets), strict=True):
+        lowest, highest, num_blocks = int(ids.min()), int(ids.max()), next(iter(arrays.values())).shape[0]
+        if lowest < 0 or highest >= num_blocks:
+            wrong_one = lowest if lowest < 0 else highest
+            raise IndexError(wrong("mapping", f"{what} from 0 to {num_blocks - 1}", wrong_one))
+    targets = np.sort(pairs[:, 1])
+    repeated = targets[1:][targets[1:] == targets[:-1]]
+    if repeated.size:
+        raise ValueError(wrong("mapping", "each destination at most once", f"block {int(repeated[0])} twice"))

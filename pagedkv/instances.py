@@ -7,13 +7,16 @@ import numpy as np
 
 from .decode_plan import decode_instance_for, varlen_decode_instance_for
 from .dtypes import BFLOAT16, CUDA_NAMES, E4M3, E5M2, FLOAT16, FLOAT32, FLOATS
+from .gather_plan import convert_instance_for, gather_instance_for
 from .kernels import Instance
 from .launch import widest_vec
 from .merge_plan import merge_instance_for
+from .moves_plan import move_instance_for
+from .step_plan import advance_instance
 from .varlen_plan import merge_splits_instance_for, varlen_instance_for
 from .write_plan import flash_write_instance_for, packed_write_instance_for
 
-MAX_INSTANCES = 80
+MAX_INSTANCES = 90
 BLOCK_SIZE = 16
 HOT_HEAD_SIZES = (64, 128)
 
@@ -80,6 +83,13 @@ VARLENS = [  # tiles of 64 rows, and of 128
     varlen_instance_for(FLOAT32, FLOAT32, 128, 32, 1),
     merge_splits_instance_for(BFLOAT16, 128),
 ]
+MOVES = [move_instance_for(pack_bytes) for pack_bytes in (16, 1)]
+GATHERS = [
+    *(gather_instance_for(BFLOAT16, kv_format, 8, is_packed=False) for kv_format in (BFLOAT16, E4M3)),
+    gather_instance_for(BFLOAT16, E4M3, 8, is_packed=True),
+    *(convert_instance_for(BFLOAT16, 8, from_packed=packed, to_packed=not packed) for packed in (False, True)),
+]
+STEPS = [advance_instance()]
 # One of each kernel that measures what the card allows; the others differ in how many loads they unroll.
 CEILINGS = [
     Instance("ceilings.cu", "read_packs", (8,)),
@@ -88,7 +98,8 @@ CEILINGS = [
     Instance("ceilings.cu", "empty_kernel", (0,)),
 ]
 
-INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *DECODES, *MERGES, *VARLEN_DECODES, *VARLENS, *CEILINGS]
+READS = [*DECODES, *MERGES, *VARLEN_DECODES, *VARLENS]
+INSTANCES = [*FLASH_WRITES, *PACKED_WRITES, *READS, *MOVES, *GATHERS, *STEPS, *CEILINGS]
 
 
 def is_hot(instance: Instance) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from .arrays import ArrayView
 
 FLASH_LAYOUTS = ("NHD", "HND")
+LAYOUTS = (*FLASH_LAYOUTS, "packed")
 PACK_BYTES = 16  # the x innermost features of a packed key cache
 
 
@@ -78,6 +79,18 @@ def cache_shapes(
 def packed_strides(cache: ArrayView) -> CacheStrides:
     """Block and head strides of a packed key or value cache."""
     return CacheStrides(block=cache.strides[0], token=0, head=cache.strides[1])
+
+
+def copy_strides(cache: ArrayView, layout: str) -> tuple[int, int, int, int]:
+    """Elements between blocks, tokens, heads and packs of features of one cache. Packed values have packs too: as many
+    rows of tokens."""
+    x = PACK_BYTES // cache.dtype.itemsize
+    if layout != "packed":
+        strides = flash_strides(cache, layout)
+        return strides.block, strides.token, strides.head, x
+    block, head = cache.strides[:2]
+    is_key, block_size = cache.ndim == 5, cache.shape[3]
+    return block, x if is_key else 1, head, block_size * x
 
 
 def is_contiguous(array: ArrayView, first_axis: int) -> bool:

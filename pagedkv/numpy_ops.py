@@ -1,5 +1,6 @@
 """NumPy backend: every op, vectorised, in float32. It says what is right and serves where there is no GPU."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,7 +9,19 @@ import numpy as np
 from . import indices
 from .arrays import ArrayView
 from .dtypes import is_fp8, quantize, to_float32
-from .problem import Attention, CacheWrite, MergeStates, PagedCache, Scale, ScoreOptions
+from .layout import PACK_BYTES
+from .problem import (
+    AdvanceDecode,
+    Attention,
+    BlockMove,
+    CacheWrite,
+    ConvertLayout,
+    GatherCache,
+    MergeStates,
+    PagedCache,
+    Scale,
+    ScoreOptions,
+)
 from .softmax import SoftmaxState, merge
 from .workspace import FLOAT_BYTES, partials_nbytes
 
@@ -63,6 +76,27 @@ def _encoded(rows: np.ndarray, scale: Scale, kv_format: np.dtype) -> np.ndarray:
 
 def _per_head(scale: Scale) -> np.ndarray:
     return np.atleast_1d(np.float32(scale.value) if scale.array is None else scale.array.numpy())
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+
+def copy_blocks(problem: BlockMove) -> None:
+    """Copies blocks inside each cache."""
+    _move_blocks(problem)
+
+
+def swap_blocks(problem: BlockMove) -> None:
+    """Copies blocks of each source to its target."""
+    _move_blocks(problem)
+
+
+def _move_blocks(problem: BlockMove) -> None:
+    pairs = problem.mapping.numpy()
+    indices.check_pairs(problem, pairs)
+    for source, target in problem.sides:
+        # The right side is a copy: all blocks are read before one is written.
+        _storage(target)[pairs[:, 1]] = _storage(source)[pairs[:, 0]]
 
 
 # ---- reads ----------------------------------------------------------------------------------------------------------
@@ -276,3 +310,66 @@ def merge_attn_states(problem: MergeStates) -> None:
     out, lse = state.normalize()
     problem.out.numpy()[...] = out.swapaxes(0, 1).astype(problem.out.dtype)
     problem.lse_out.numpy()[...] = lse
+
+
+# ---- gathers --------------------------------------------------------------------------------------------------------
+
+
+def gather_cache(problem: GatherCache) -> None:
+    """Reads ranges of sequences as rows, one range after the other."""
+    cache, starts = problem.cache, problem.seq_starts
+    indices.check_scales(cache, ArrayView.numpy)
+    arrays = (problem.block_table.numpy(), problem.cu_seq_lens.numpy(), None if starts is None else starts.numpy())
+    block, offset = indices.check_gather(problem, *arrays)
+    at = {"NHD": (block, offset), "HND": (block, slice(None), offset)}.get(
+        cache.layout, (block, slice(None), slice(None), offset)
+    )
+    sides = ((cache.key, cache.k_scale, problem.key_out), (cache.value, cache.v_scale, problem.value_out))
+    for side, scale, out in sides:
+        rows = _storage(side)[at].reshape(block.size, *out.shape[1:])
+        out.numpy()[: block.size] = _decoded(rows, scale, cache.format, out.dtype)
+
+
+def _decoded(rows: np.ndarray, scale: Scale, kv_format: np.dtype, dtype: np.dtype) -> np.ndarray:
+    """Numbers of stored rows: codes times the scale in float32, rounded once."""
+    if not is_fp8(kv_format):
+        return rows
+    with np.errstate(over="ignore", under="ignore"):
+        return (to_float32(rows, kv_format) * _per_head(scale)[:, None]).astype(dtype)
+
+
+def convert_layout(problem: ConvertLayout) -> None:
+    """Copies both caches slot by slot."""
+    source, target = problem.source, problem.target
+    for old, new in ((source.key, target.key), (source.value, target.value)):
+        _packs_of_slots(new, target)[...] = _packs_of_slots(old, source)
+
+
+def _packs_of_slots(side: ArrayView, cache: PagedCache) -> np.ndarray:
+    """The bits of a cache as ``[num_blocks, block_size, num_kv_heads, packs, features of a pack]``, a view."""
+    bits = side.numpy().view(f"u{side.dtype.itemsize}")
+    if side.ndim == 5:
+        return bits.transpose(0, 3, 1, 2, 4)
+    slots = bits.transpose({"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3), "packed": (0, 3, 1, 2)}[cache.layout])
+    head_size = cache.shape.head_size
+    x = math.gcd(PACK_BYTES // side.dtype.itemsize, head_size)
+    return slots.reshape(*slots.shape[:3], head_size // x, x)
+
+
+# ---- a decode step --------------------------------------------------------------------------------------------------
+
+
+def advance_decode(problem: AdvanceDecode) -> None:
+    """Gives every sequence but padding one more token, and lays out slots, positions and starts."""
+    lens, table = problem.seq_lens.numpy(), problem.block_table.numpy()
+    slots = indices.check_advance(problem, table, lens)
+    live = np.flatnonzero(lens)
+    starts = problem.query_start_loc.numpy()
+    starts[0] = 0
+    np.cumsum(lens > 0, out=starts[1:])
+    outputs = [(problem.slot_mapping, slots, -1), (problem.positions, lens[live], 0)]
+    for output, of_live, padding in outputs:
+        if output is not None:
+            output.numpy()[: live.size] = of_live
+            output.numpy()[live.size :] = padding
+    lens[live] += 1

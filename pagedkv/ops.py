@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from types import ModuleType
 from typing import Any
 
-from . import numpy_ops, validate
-from .arrays import ArrayView, deliver, device_name
-from .context import chosen_backend
+from . import validate
+from .arrays import ArrayView, deliver
+from .dispatch import run_on_backend
 from .problem import Attention
-from .repeats import MISS, Call, Replay
+from .repeats import MISS, Call
 
 
 @dataclass(frozen=True)
@@ -329,7 +328,7 @@ def merge_attn_states(
     results, like = call.replay(), None
     if results is MISS:
         merge = validate.merge_states(*arrays)
-        call.remember(_run("merge_attn_states", merge, merge.prefix_output))
+        call.remember(run_on_backend("merge_attn_states", merge, merge.prefix_output))
         results, like = (merge.out, merge.lse_out), merge.prefix_output
     out, lse = _returned(results, (out, lse_out), like)
     return out, lse
@@ -339,7 +338,7 @@ def _write(op: str, arrays: tuple[Any, ...], **options: Any) -> None:
     call = Call(op, arrays, tuple(options.values()))
     if call.replay() is MISS:
         write = validate.cache_write(*arrays, **options)
-        call.remember(_run(op, write, write.key))
+        call.remember(run_on_backend(op, write, write.key))
 
 
 def _read(op: str, given: dict[str, Any], form: ReadForm, validated: Callable[..., Attention]) -> Any:
@@ -347,7 +346,7 @@ def _read(op: str, given: dict[str, Any], form: ReadForm, validated: Callable[..
     results, like = call.replay(), None
     if results is MISS:
         read = validated(**given)
-        call.remember(_run(op, read, read.query))
+        call.remember(run_on_backend(op, read, read.query))
         results, like = (read.out, read.lse_out), read.query
     out, lse = _returned(results, (given["out"], given["lse_out"]), like)
     return (out, lse) if given[form.return_lse] else out
@@ -357,32 +356,3 @@ def _returned(results: Sequence[Any], given: Sequence[Any], like: ArrayView | No
     """The results as the caller of ``like`` expects them; an array that the caller passed goes back as it is."""
     for result, array in zip(results, given, strict=True):
         yield array if array is not None or result is None else deliver(result, like or result)
-
-
-def _run(op: str, asked: Any, reference: ArrayView) -> Replay | None:
-    backend = _backend(reference)
-    implementation = getattr(backend, op, None)
-    if implementation is None:
-        raise NotImplementedError(f'{op}: no kernel yet; use_backend("numpy") serves host arrays')
-    return implementation(asked)
-
-
-def _backend(reference: ArrayView) -> ModuleType:
-    chosen = chosen_backend() or ("numpy" if reference.on_host else "cuda")
-    if (chosen != "cuda") != reference.on_host:
-        where = "on a CUDA device" if chosen == "cuda" else "in host memory"
-        raise TypeError(f"use_backend({chosen!r}): expected arrays {where}, got {device_name(reference.device)}")
-    return backend_module(chosen)
-
-
-def backend_module(name: str) -> ModuleType:
-    """The module behind a backend's name, imported on use: kernels need what not every machine has, CuPy or NVRTC."""
-    if name == "cuda":
-        from . import cuda_ops
-
-        return cuda_ops
-    if name == "ptx":
-        from . import ptx_ops
-
-        return ptx_ops
-    return numpy_ops

@@ -128,6 +128,52 @@ MERGE_PARAMS = _struct(
     num_packs=INT64,
 )
 
+COPY_END = _struct(block_stride=INT64, token_stride=INT64, head_stride=INT64, pack_stride=INT64)
+
+COPY_TILE = _struct(
+    packs_per_head=FAST_DIVISOR,
+    packs_per_step=FAST_DIVISOR,
+    tokens_per_step=UINT32,
+    num_heads=UINT32,
+    num_tokens=INT32,
+)
+
+GATHER_SIDE = _struct(cache=COPY_END, out=COPY_END, scale=FLOAT32, scale_stride=INT32)
+
+GATHER_PARAMS = _struct(
+    sides=np.dtype((GATHER_SIDE, 2)),
+    table_stride=INT64,
+    table_step=INT64,
+    row_start_stride=INT64,
+    seq_start_stride=INT64,
+    block_size=FAST_DIVISOR,
+    tile=COPY_TILE,
+    num_seqs=INT32,
+    num_rows=INT32,
+)
+
+CONVERT_SIDE = _struct(source=COPY_END, target=COPY_END)
+
+CONVERT_PARAMS = _struct(sides=np.dtype((CONVERT_SIDE, 2)), block_size=FAST_DIVISOR, tile=COPY_TILE, num_slots=INT64)
+
+ADVANCE_PARAMS = _struct(
+    table_stride=INT64, table_step=INT64, block_size=FAST_DIVISOR, num_seqs=INT32, max_blocks=INT32
+)
+
+BLOCK_ADDRESSES = _struct(source=INT64, target=INT64, source_block_stride=INT64, target_block_stride=INT64)
+
+BLOCK_MOVE_PARAMS = _struct(
+    source_row_stride=INT64,
+    target_row_stride=INT64,
+    pair_stride=INT64,
+    side_stride=INT64,
+    block_packs=INT64,
+    num_items=INT64,
+    row_packs=FAST_DIVISOR,
+    parts_per_block=FAST_DIVISOR,
+    num_pairs=FAST_DIVISOR,
+)
+
 STREAM_PARAMS = _struct(num_packs=INT64, never=UINT32)
 
 BLOCK_READ_PARAMS = _struct(
@@ -142,6 +188,15 @@ STRUCTS = {
     "VarlenParams": VARLEN_PARAMS,
     "MergeSide": MERGE_SIDE,
     "MergeParams": MERGE_PARAMS,
+    "CopyEnd": COPY_END,
+    "CopyTile": COPY_TILE,
+    "GatherSide": GATHER_SIDE,
+    "GatherParams": GATHER_PARAMS,
+    "ConvertSide": CONVERT_SIDE,
+    "ConvertParams": CONVERT_PARAMS,
+    "AdvanceParams": ADVANCE_PARAMS,
+    "BlockAddresses": BLOCK_ADDRESSES,
+    "BlockMoveParams": BLOCK_MOVE_PARAMS,
     "StreamParams": STREAM_PARAMS,
     "BlockReadParams": BLOCK_READ_PARAMS,
 }

@@ -1,6 +1,7 @@
 """Validated problems: what an op was asked to do, in views and numbers. Backends take them as they are."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -112,3 +113,86 @@ class MergeStates:
     suffix_lse: ArrayView
     out: ArrayView
     lse_out: ArrayView
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceDecode:
+    """``advance_decode``."""
+
+    block_table: ArrayView
+    seq_lens: ArrayView
+    slot_mapping: ArrayView
+    query_start_loc: ArrayView
+    positions: ArrayView | None
+    block_size: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        return self.block_table.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """``copy_blocks``, whose targets are its sources, and ``swap_blocks``; arrays by the names in messages."""
+
+    sources: dict[str, ArrayView]
+    targets: dict[str, ArrayView]
+    mapping: ArrayView  # [num_pairs, 2]: source, destination
+    stream: Any = None  # of whatever framework; None for the current one
+
+    @property
+    def is_copy(self) -> bool:
+        return self.sources is self.targets
+
+    @property
+    def touches_host(self) -> bool:
+        """Whether one side of a swap is in host memory, which a kernel reaches through a link."""
+        return not self.is_copy and any(array.on_host for array in self.arrays)
+
+    @property
+    def sides(self) -> list[tuple[ArrayView, ArrayView]]:
+        """Source and target of each cache."""
+        return list(zip(self.sources.values(), self.targets.values(), strict=True))
+
+    @property
+    def arrays(self) -> list[ArrayView]:
+        """All arrays, each once."""
+        return [*self.targets.values(), *({} if self.is_copy else self.sources).values()]
+
+    @property
+    def reference(self) -> ArrayView:
+        """The array that says where the move runs: one on a device if there is one."""
+        return next((array for array in self.arrays if not array.on_host), self.arrays[0])
+
+
+@dataclass(frozen=True, slots=True)
+class GatherCache:
+    """``gather_cache``."""
+
+    cache: PagedCache
+    block_table: ArrayView
+    cu_seq_lens: ArrayView
+    seq_starts: ArrayView | None  # None: every range starts with its sequence
+    key_out: ArrayView
+    value_out: ArrayView
+
+    @property
+    def num_seqs(self) -> int:
+        return self.block_table.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Of the outputs; ``cu_seq_lens`` may fill fewer."""
+        return self.key_out.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertLayout:
+    """``convert_layout``: two caches of the same sizes and dtype."""
+
+    source: PagedCache
+    target: PagedCache

@@ -1,6 +1,6 @@
 """PTX backend: the kernels of ``cuda/`` on host arrays, compiled by NVRTC and run by the interpreter in ``ptx/``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -11,14 +11,17 @@ import numpy as np
 from . import indices, nvrtc
 from .arrays import ArrayView, view
 from .decode_plan import decode_arrays, plan_decode
+from .gather_plan import convert_arrays, gather_arrays, plan_convert, plan_gather
 from .kernels import Instance, expanded_source
 from .launch import Launch
 from .merge_plan import merge_arrays, plan_merge
-from .problem import Attention, CacheWrite, MergeStates
+from .moves_plan import places_of, plan_groups, plan_move
+from .problem import AdvanceDecode, Attention, BlockMove, CacheWrite, ConvertLayout, GatherCache, MergeStates
 from .ptx.counters import Counters
 from .ptx.machine import Machine
 from .ptx.parse import Kernel, parse_kernel
 from .read_plan import ReadLaunch
+from .step_plan import advance_arrays, plan_advance
 from .varlen_plan import merge_split_arrays, plan_varlen, varlen_arrays
 from .write_plan import plan_flash_write, plan_packed_write, write_arrays
 
@@ -98,6 +101,55 @@ def merge_attn_states(problem: MergeStates) -> None:
         launch(plan_merge(problem), merge_arrays(problem))
 
 
+def gather_cache(problem: GatherCache) -> None:
+    """One launch of the kernel of the same name."""
+    given = {name: getattr(problem, name) for name in ("block_table", "cu_seq_lens", "seq_starts")}
+    indices.check_scales(problem.cache, ArrayView.numpy)
+    indices.check_gather(problem, *(array and array.numpy() for array in given.values()))
+    if problem.num_rows == 0 or problem.num_seqs == 0:
+        return
+    problem = replace(problem, **{name: array and _as(np.int32, array) for name, array in given.items()})
+    launch(plan_gather(problem), gather_arrays(problem))
+
+
+def convert_layout(problem: ConvertLayout) -> None:
+    """One launch of the kernel of the same name."""
+    if problem.source.shape.num_blocks:
+        launch(plan_convert(problem), convert_arrays(problem))
+
+
+def advance_decode(problem: AdvanceDecode) -> None:
+    """One launch of the kernel of the same name."""
+    indices.check_advance(problem, problem.block_table.numpy(), problem.seq_lens.numpy())
+    launch(plan_advance(problem), advance_arrays(problem))
+
+
+def copy_blocks(problem: BlockMove) -> None:
+    """One launch of ``move_blocks`` for each form of blocks; what overlaps goes through a temporary."""
+    _move_blocks(problem)
+
+
+def swap_blocks(problem: BlockMove) -> None:
+    """One launch of ``move_blocks`` for each form of blocks."""
+    _move_blocks(problem)
+
+
+def _move_blocks(problem: BlockMove) -> None:
+    pairs, temporary = _as(np.int64, problem.mapping).numpy(), []
+    indices.check_pairs(problem, pairs)
+
+    def allocate(nbytes: int) -> int:
+        temporary.append(view(aligned_garbage(nbytes), "temporary"))
+        return temporary[-1].pointer
+
+    groups = plan_groups(places_of(problem), problem.touches_host)
+    for step in plan_move(problem, groups, pairs, allocate):
+        mapping = view(np.ascontiguousarray(step.pairs), "mapping")
+        for group in step.groups:
+            addresses = view(group.addresses, "addresses")
+            launch(group.launch(len(step.pairs)), [addresses, mapping], reached=[*problem.arrays, *temporary])
+
+
 def warmup(launches: list[Launch], device: int | None) -> None:
     """Compiles the kernels of these launches."""
     if device is not None:
@@ -124,8 +176,11 @@ def aligned_garbage(nbytes: int) -> np.ndarray:
     return garbage[start : start + nbytes]
 
 
-def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:
-    """Runs one launch. A kernel's parameters are its arrays, None for a null pointer, and then its struct."""
+def launch(planned: Launch, arrays: list[ArrayView | None], reached: Sequence[ArrayView] = ()) -> None:
+    """Runs one launch. A kernel's parameters are its arrays, None for a null pointer, and then its struct.
+
+    reached: arrays whose addresses the kernel finds in another.
+    """
     kernel = _kernel(planned.instance)
     *offsets, struct_offset = kernel.params.values()
     pointers = [0 if array is None else array.pointer for array in arrays]
@@ -133,7 +188,7 @@ def launch(planned: Launch, arrays: list[ArrayView | None]) -> None:
     for offset, pointer in zip(offsets, pointers, strict=True):
         params[offset : offset + 8] = pointer.to_bytes(8, "little")
     params[struct_offset:] = planned.params.tobytes()
-    given = [array for array in arrays if array is not None]
+    given = [array for array in (*arrays, *reached) if array is not None]
     counters = None if _profile.get() is None else Counters(kernel)
     shared = planned.shared_bytes
     Machine(kernel, planned.grid, planned.threads, bytes(params), given, SEED, shared, counters).run()

@@ -66,6 +66,22 @@ def _check_head_size(shape: CacheShape) -> None:
         raise NotImplementedError(wrong("head_size", f"at most {MAX_HEAD_SIZE}", shape.head_size))
 
 
+def check_block_form(layout: str, block_size: int, num_kv_heads: int, head_size: int, storage: np.dtype) -> None:
+    """ValueError or NotImplementedError for blocks that no op takes in this layout."""
+    shape = CacheShape(0, block_size, num_kv_heads, head_size)
+    if layout == "packed":
+        _check_packed(shape, storage)
+    _check_head_size(shape)
+
+
+def _check_packed(shape: CacheShape, storage: np.dtype) -> None:
+    x = layouts.PACK_BYTES // storage.itemsize
+    if shape.head_size % x:
+        raise ValueError(wrong("head_size", f"a multiple of x = {x} in the packed layout", shape.head_size))
+    if shape.block_size not in PACKED_BLOCK_SIZES:
+        raise ValueError(wrong("block_size", f"one of {PACKED_BLOCK_SIZES} in the packed layout", shape.block_size))
+
+
 def flash_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], *, layout: str, **common: Any) -> PagedCache:
     """An NHD or HND cache; ``common`` is what ``_paged_cache`` takes by keyword."""
     checks.check_choice(layout, "layout", layouts.FLASH_LAYOUTS)
@@ -82,6 +98,14 @@ def flash_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], *, lay
     return _paged_cache(key, value, names, layout, shape, *strides, **common)
 
 
+def check_fits_packed(shape: CacheShape, x: int) -> None:
+    """ValueError for sizes that no packed cache has."""
+    if shape.head_size % x:
+        raise ValueError(wrong("head_size", f"a multiple of x = {x} in the packed layout", shape.head_size))
+    if shape.block_size not in PACKED_BLOCK_SIZES:
+        raise ValueError(wrong("block_size", f"one of {PACKED_BLOCK_SIZES} in the packed layout", shape.block_size))
+
+
 def packed_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], **common: Any) -> PagedCache:
     """A packed cache; ``common`` is what ``_paged_cache`` takes by keyword."""
     checks.check_ndim(key, names[0], "num_blocks num_kv_heads head_size/x block_size x")
@@ -89,10 +113,7 @@ def packed_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], **com
     checks.check_dtype(key, names[0], (*FLOATS, UINT8, *FP8))
     shape = layouts.packed_shape(value)
     x = layouts.PACK_BYTES // key.dtype.itemsize
-    if shape.head_size % x:
-        raise ValueError(wrong("head_size", f"a multiple of x = {x} in the packed layout", shape.head_size))
-    if shape.block_size not in PACKED_BLOCK_SIZES:
-        raise ValueError(wrong("block_size", f"one of {PACKED_BLOCK_SIZES} in the packed layout", shape.block_size))
+    check_fits_packed(shape, x)
     checks.check_shape(key, names[0], layouts.packed_key_shape(shape, x))
     for cache, name in zip((key, value), names, strict=True):
         checks.check_contiguous(cache, name, first_axis=2)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import validate
-from .checks import check_choice, check_size, wrong
+from .checks import check_choice, check_size, float_dtype
 from .context import chosen_backend
-from .dtypes import BY_NAME, KV_CACHE_DTYPES, storage_dtype
+from .dispatch import backend_module
+from .dtypes import KV_CACHE_DTYPES, storage_dtype
 from .layout import FLASH_LAYOUTS, cache_shapes
-from .ops import backend_module
 
 MANY_QUERIES = 4096
 
@@ -35,7 +35,7 @@ def warmup(
     dtype: of keys and queries: float16, bfloat16 or float32, a dtype of NumPy, torch or JAX or its name.
     num_heads, num_kv_heads, head_size, block_size: sizes of the queries and the cache.
     layout: ``"packed"``, which decode reads, ``"NHD"`` or ``"HND"``, which ``flash_attn_varlen_func`` does; with those
-        come the kernels of ``merge_attn_states``.
+        come the kernels of ``merge_attn_states``. That of ``advance_decode`` comes with all.
     kv_cache_dtype: as given to the ops.
     device: number of the CUDA device, None for the current one.
 
@@ -48,7 +48,7 @@ def warmup(
 
     >>> pagedkv.warmup("bfloat16", num_heads=32, num_kv_heads=8, head_size=128, block_size=16)
     """
-    dtype = _dtype(dtype)
+    dtype = float_dtype(dtype, "dtype")
     check_choice(layout, "layout", ("packed", *FLASH_LAYOUTS))
     check_choice(kv_cache_dtype, "kv_cache_dtype", tuple(KV_CACHE_DTYPES))
     num_heads, num_kv_heads, head_size, block_size = _sizes(
@@ -57,7 +57,7 @@ def warmup(
     stored = storage_dtype(dtype, kv_cache_dtype)
     shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_size, stored)
     caches = [np.empty(shape, stored) for shape in shapes]
-    launches = [*_writes(dtype, caches, num_kv_heads, head_size, layout, kv_cache_dtype)]
+    launches = [*_writes(dtype, caches, num_kv_heads, head_size, layout, kv_cache_dtype), _advance(block_size)]
     query = np.empty((1, num_heads, head_size), dtype)
     if layout == "packed":
         launches.append(_decode(query, caches, kv_cache_dtype))
@@ -68,14 +68,6 @@ def warmup(
         return []
     backend_module(name).warmup(launches, device)
     return list(dict.fromkeys(str(launch.instance) for launch in launches))
-
-
-def _dtype(given: Any) -> np.dtype:
-    """The dtype that an object of NumPy, torch or JAX, or a string, names."""
-    name = getattr(given, "__name__", None) or str(given).rpartition(".")[2]
-    if name not in BY_NAME:
-        raise TypeError(wrong("dtype", f"one of {', '.join(BY_NAME)}", repr(given)))
-    return BY_NAME[name]
 
 
 def _sizes(**sizes: int) -> Iterator[int]:
@@ -132,6 +124,14 @@ def _varlens(query: np.ndarray, caches: list[np.ndarray], layout: str, kv_cache_
         yield planned.launch
         if planned.merge is not None:
             yield planned.merge
+
+
+def _advance(block_size: int) -> "Launch":
+    from .advance import validated_advance
+    from .step_plan import plan_advance
+
+    table, slots = np.zeros((1, 1), np.int32), np.zeros(1, np.int64)
+    return plan_advance(validated_advance(table, table[0], slots, slots, np.zeros(2, np.int32), block_size))
 
 
 def _merge(output: np.ndarray) -> "Launch":

@@ -10,6 +10,7 @@ import numpy as np
 import pagedkv
 from pagedkv import kernels, repeats
 
+MODULES = ("counters", "move_tables", "cuda_ops")  # that have CuPy inside
 # Pointer parameters of each kernel.
 DECODE = ["query", "key_cache", "value_cache", "block_tables", "seq_lens", "alibi_slopes", "sinks"]
 DECODE += ["k_scale", "v_scale", "out", "lse_out", "workspace", "counters"]
@@ -21,6 +22,11 @@ PARAMETERS = {
     "varlen_decode": [*VARLEN, "counters"],
     "merge_splits": ["workspace", "cu_seqlens_q", "s_aux", "v_descale", "out", "lse_out"],
     "merge_attn_states": ["prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "out", "lse_out"],
+    "gather_cache": [
+        *("key_cache", "value_cache", "block_table", "cu_seq_lens", "seq_starts"),
+        *("k_scale", "v_scale", "key_out", "value_out"),
+    ],
+    "convert_layout": ["key_cache", "value_cache", "key_out", "value_out"],
 }
 
 
@@ -100,15 +106,15 @@ def stand_in(monkeypatch):
     """A generator for a fixture: a card in the place of CuPy, and of kernels."""
     card = Card()
     monkeypatch.setitem(sys.modules, "cupy", card)
-    for name in ("counters", "cuda_ops"):  # modules of this test alone, with the stand-in inside
+    for name in MODULES:  # of this test alone, with the stand-in inside
         monkeypatch.delitem(sys.modules, f"pagedkv.{name}", raising=False)
         monkeypatch.setattr(pagedkv, name, None, raising=False)
     monkeypatch.setattr(kernels, "load", card.load)
     monkeypatch.setattr(repeats, "_replays", {})
-    for name in ("counters", "cuda_ops"):
+    for name in MODULES:
         setattr(pagedkv, name, importlib.import_module(f"pagedkv.{name}"))
     yield card
-    for name in ("counters", "cuda_ops"):
+    for name in MODULES:
         sys.modules.pop(f"pagedkv.{name}", None)
 
 

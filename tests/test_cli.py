@@ -17,11 +17,16 @@ OPS = [
     "paged_attention_v2",
     "flash_attn_varlen_func",
     "merge_attn_states",
+    "gather_cache",
+    "convert_layout",
+    "copy_blocks",
+    "swap_blocks",
 ]
 KERNELS = (
     {op: op for op in OPS[:2]}
     | dict.fromkeys(OPS[2:4], "paged_attention")
-    | {OPS[4]: "varlen_attention", OPS[5]: OPS[5]}
+    | {OPS[4]: "varlen_attention", **{op: op for op in OPS[5:8]}}
+    | dict.fromkeys(OPS[8:], "move_blocks")
 )
 
 
@@ -161,7 +166,7 @@ def test_run_prints_a_row_per_op():
     rows = [line.split() for line in result.output.splitlines() if "numpy" in line]
     assert [row[0] for row in rows] == OPS
     assert all(row[-1] == "ok" for row in rows)
-    assert "6 results, all right" in result.output
+    assert f"{len(OPS)} results, all right" in result.output
     assert max(map(len, result.output.splitlines())) <= 100
 
 

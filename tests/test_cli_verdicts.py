@@ -204,5 +204,5 @@ def test_a_wrong_result_among_right_ones(monkeypatch):
     faulty(monkeypatch, "reshape_and_cache", one_bit_is_wrong)
     result = CliRunner().invoke(main, ["run", *SMALL, "--backend", "numpy"])
     assert result.exit_code == 1
-    assert "1 of 6 results wrong" in result.output
-    assert result.output.count(" ok") == 5
+    assert f"1 of {len(OPS)} results wrong" in result.output
+    assert result.output.count(" ok") == len(OPS) - 1

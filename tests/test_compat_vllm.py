@@ -23,6 +23,7 @@ VARLEN = (
     "k_descale=None v_descale=None num_splits=0 fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 cp_tot_seqused_k=None"
 )
 LISTS = {
+    "copy_blocks": "key_caches value_caches block_mapping",
     "flash_attn_varlen_func": VARLEN,
     "merge_attn_states": (
         "output prefix_output prefix_lse suffix_output suffix_lse output_lse=None prefill_tokens_with_context=None "
@@ -30,6 +31,7 @@ LISTS = {
     ),
     "reshape_and_cache": WRITE,
     "reshape_and_cache_flash": WRITE,
+    "swap_blocks": "src dst block_size_in_bytes block_mapping",
     "paged_attention_v1": f"out {READ}",
     "paged_attention_v2": f"out exp_sum max_logits tmp_out {READ}",
 }
@@ -298,3 +300,45 @@ def test_what_merging_has_not(rng, name):
     arguments = (states[0][0], states[1][0], states[0][1], states[1][1])
     with pytest.raises(NotImplementedError, match=f"^{name}: expected None"):
         vllm.merge_attn_states(np.zeros_like(arguments[0]), *arguments, **{name: 1})
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+MAPPING = np.array([(0, 3), (3, 1), (4, 5)])
+
+
+@pytest.mark.parametrize("by_position", [True, False], ids=["by_position", "by_name"])
+def test_copying_blocks(framework, rng, by_position):
+    caches = rng.standard_normal((2, 3, 6, 4, 2, 8)).astype(np.float16)  # K and V, layers
+    expected, given = caches.copy(), [[framework.put(cache) for cache in side] for side in caches]
+    expected[:, :, MAPPING[:, 1]] = caches[:, :, MAPPING[:, 0]]
+    arguments = {"key_caches": given[0], "value_caches": given[1], "block_mapping": framework.put(MAPPING)}
+    call("copy_blocks", arguments, by_position)
+    for got, want in zip([*given[0], *given[1]], [*expected[0], *expected[1]], strict=True):
+        cases.assert_same_bits(framework.get(got), want)
+
+
+def test_copying_takes_as_many_keys_as_values():
+    caches = [np.full((6, 4), 7, np.float16) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"^value_caches: expected 2 caches like key_caches, got 1"):
+        vllm.copy_blocks(caches[:2], caches[2:], MAPPING)
+
+
+@pytest.mark.parametrize("by_position", [True, False], ids=["by_position", "by_name"])
+def test_swapping_blocks(framework, rng, by_position):
+    src = rng.standard_normal((6, 4, 2, 8)).astype(np.float16)
+    dst = rng.standard_normal((9, 4, 2, 8)).astype(np.float16)
+    given = {"src": framework.put(src), "dst": framework.put(dst)}
+    given |= {"block_size_in_bytes": 128, "block_mapping": framework.put(MAPPING)}
+    call("swap_blocks", given, by_position)
+    dst[MAPPING[:, 1]] = src[MAPPING[:, 0]]
+    cases.assert_same_bits(framework.get(given["dst"]), dst)
+    cases.assert_same_bits(framework.get(given["src"]), src)
+
+
+@pytest.mark.parametrize("nbytes", [64, 127, 256])
+def test_the_size_of_a_swapped_block(nbytes):
+    src, dst = np.zeros((6, 4, 2, 8), np.float16), np.full((6, 4, 2, 8), 7, np.float16)
+    with pytest.raises(ValueError, match=rf"^block_size_in_bytes: expected 128, as src has, got {nbytes}"):
+        vllm.swap_blocks(src, dst, nbytes, MAPPING)
+    assert (dst == 7).all()

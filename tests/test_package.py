@@ -157,7 +157,7 @@ def test_no_module_imports_itself_by_a_detour():
 
 
 def test_the_graph_sees_imports_inside_functions():
-    assert {"cuda_ops", "ptx_ops"} <= import_graph()["ops"]
+    assert {"cuda_ops", "ptx_ops"} <= import_graph()["dispatch"]
     assert {"layout", "dtypes", "arrays"} <= reachable("ops")
 
 

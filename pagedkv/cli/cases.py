@@ -7,8 +7,19 @@ from typing import Any
 import numpy as np
 
 from . import reference
-from .compare import Comparison, compare_cache, compare_lse, compare_rows
-from .inputs import K_SCALE, V_SCALE, Batch, Sizes, draw_batch, normal, paged, poisoned_caches, query_lens
+from .compare import Comparison, compare_bits, compare_cache, compare_lse, compare_rows
+from .inputs import (
+    K_SCALE,
+    V_SCALE,
+    Batch,
+    Sizes,
+    draw_batch,
+    normal,
+    paged,
+    poisoned,
+    poisoned_caches,
+    query_lens,
+)
 
 Outputs = dict[str, np.ndarray]
 
@@ -126,6 +137,103 @@ def merge_case(op: str, sizes: Sizes) -> Case:
     return Case(op, f"{n:,} tokens", nbytes, arguments, ("out", "lse_out"), lambda got: _check_state(got, truth))
 
 
+def gather_case(op: str, sizes: Sizes) -> Case:
+    """All tokens of all sequences out of an NHD or HND cache."""
+    batch = draw_batch(sizes)
+    caches = paged(batch, sizes, sizes.layout)
+    n, outputs = batch.num_tokens, ("key_out", "value_out")
+    shape = (n, sizes.kv_heads, sizes.head_size)
+    arguments = {
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "block_table": batch.block_tables,
+        "cu_seq_lens": batch.starts.astype(np.int32),
+        "layout": sizes.layout,
+        **_format(sizes, "k_scale", "v_scale"),
+        **{name: poisoned(np, shape, sizes.dtype) for name in outputs},
+    }
+    row_bytes = sizes.kv_heads * sizes.head_size * (sizes.dtype.itemsize + sizes.cache_dtype.itemsize)
+    text = f"{n:,} tokens, {sizes.layout}"
+    return Case(op, text, 2 * n * row_bytes, arguments, outputs, lambda got: _check_gather(batch, sizes, got))
+
+
+def _check_gather(batch: Batch, sizes: Sizes, got: Outputs) -> list[Comparison]:
+    live, float32 = slice(batch.num_tokens), np.float32
+    sides = (("key_out", batch.key[live], K_SCALE), ("value_out", batch.value[live], V_SCALE))
+    return [
+        compare_bits(
+            name, got[name], reference.as_stored(rows, sizes.kv_cache_dtype, scale, float32).astype(sizes.dtype)
+        )
+        for name, rows, scale in sides
+    ]
+
+
+def convert_case(op: str, sizes: Sizes) -> Case:
+    """All blocks of an NHD or HND cache into packed ones."""
+    sizes.check_packed()
+    batch = draw_batch(sizes)
+    caches = paged(batch, sizes, sizes.layout)
+    outputs = ("key_out", "value_out")
+    arguments = {
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "layout": sizes.layout,
+        "to": "packed",
+        **dict(zip(outputs, poisoned_caches(sizes, "packed", batch.num_blocks), strict=True)),
+    }
+    shape = f"{batch.num_blocks:,} blocks, {sizes.layout}"
+    return Case(op, shape, 4 * caches[0].nbytes, arguments, outputs, lambda got: _check_convert(batch, sizes, got))
+
+
+def _check_convert(batch: Batch, sizes: Sizes, got: Outputs) -> list[Comparison]:
+    """What no token has is poison at both ends."""
+    names = {"key_out": "key_cache", "value_out": "value_cache"}
+    return _check_write(batch, sizes, "packed", {names[name]: cache for name, cache in got.items()})
+
+
+def copy_case(op: str, sizes: Sizes) -> Case:
+    """Half of the blocks of an NHD or HND cache, K and V in turn, over the other half."""
+    pool, mapping = _pool_and_mapping(sizes)
+    return _move_case(op, sizes, {"caches": pool, "mapping": mapping}, pool, pool)
+
+
+def swap_case(op: str, sizes: Sizes) -> Case:
+    """Half of the blocks of an NHD or HND cache, K and V in turn, into a poisoned one."""
+    pool, mapping = _pool_and_mapping(sizes)
+    target = poisoned(np, pool.shape, pool.dtype)
+    return _move_case(op, sizes, {"src": pool, "dst": target, "mapping": mapping}, pool, target)
+
+
+def _pool_and_mapping(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Caches ``[num_blocks, 2, ...]``, and pairs of blocks of which none comes twice."""
+    batch = draw_batch(sizes)
+    shuffled = np.random.default_rng(sizes.seed).permutation(batch.num_blocks)
+    half = batch.num_blocks // 2
+    return np.stack(paged(batch, sizes, sizes.layout), axis=1), np.stack([shuffled[:half], shuffled[-half:]], axis=1)
+
+
+def _move_case(op: str, sizes: Sizes, arguments: dict[str, Any], source: np.ndarray, target: np.ndarray) -> Case:
+    (name,), expected = (name for name, array in arguments.items() if array is target), target.copy()
+    for from_block, to_block in arguments["mapping"].tolist():
+        expected[to_block] = source[from_block]
+    num_pairs = len(arguments["mapping"])
+    shape = f"{num_pairs:,} of {len(source):,} blocks, {sizes.layout}"
+
+    def check(got: Outputs) -> list[Comparison]:
+        return [
+            compare_bits(side, _slots(got[name][:, i], sizes), _slots(expected[:, i], sizes))
+            for i, side in enumerate(("keys", "values"))
+        ]
+
+    return Case(op, shape, 2 * num_pairs * source[0].nbytes, arguments, (name,), check)
+
+
+def _slots(cache: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """What all slots of an NHD or HND cache hold ``[num_slots, kv_heads, head_size]``."""
+    tokens_first = cache if sizes.layout == "NHD" else cache.swapaxes(1, 2)
+    return np.ascontiguousarray(tokens_first).reshape(-1, sizes.kv_heads, sizes.head_size)
+
+
 OPS: dict[str, Callable[[str, Sizes], Case]] = {
     "reshape_and_cache": write_case,
     "reshape_and_cache_flash": write_case,
@@ -133,6 +241,10 @@ OPS: dict[str, Callable[[str, Sizes], Case]] = {
     "paged_attention_v2": decode_case,
     "flash_attn_varlen_func": varlen_case,
     "merge_attn_states": merge_case,
+    "gather_cache": gather_case,
+    "convert_layout": convert_case,
+    "copy_blocks": copy_case,
+    "swap_blocks": swap_case,
 }
 
 

@@ -11,15 +11,13 @@ import numpy as np
 
 from pagedkv.context import BACKENDS
 
-from .cases import OPS
 from .coverage import Coverage
 from .dimensions import DIMENSIONS, LARGEST_SEED, Spec, draw, parse
-from .errors import Mistake
+from .errors import Mistake, unknown
 from .execute import check_backend, default_backend, has_kernel
 from .random_merges import merge_trial
 from .random_reads import read_trial
 from .random_writes import write_trial
-from .run import known_ops
 from .shrink import shrunk
 from .trial import Failure, Trial, run_trial
 
@@ -35,7 +33,7 @@ TRIALS: dict[str, Callable[[Spec], Trial]] = {
 
 HELP = f"""Run random cases of ops and compare every byte that they write.
 
-OP is one or more of {", ".join(OPS)}; without one, all that the backend has.
+OP is one or more of {", ".join(TRIALS)}; without one, all that the backend has.
 
 Shapes, dtypes, strides, addresses, slots and contents are drawn at random; some cases begin with a wrong call, which
 must raise its error and write nothing. The first case that fails is made as small as it gets and printed as the command
@@ -51,8 +49,16 @@ class Report:
     failed: tuple[Spec, Failure] | None = None
 
 
+def _known_ops(ctx: click.Context, param: click.Parameter, ops: tuple[str, ...]) -> tuple[str, ...]:
+    """The ops of a command line; Mistake for one that no random cases are drawn for."""
+    for op in ops:
+        if op not in TRIALS:
+            raise Mistake(unknown("op", op, TRIALS))
+    return ops
+
+
 @click.command(help=HELP)
-@click.argument("ops", nargs=-1, metavar="[OP]...", callback=known_ops)
+@click.argument("ops", nargs=-1, metavar="[OP]...", callback=_known_ops)
 @click.option("--backend", type=click.Choice(BACKENDS), help="[default: cuda where a GPU is usable, else numpy]")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="M",
               help="How long to go on.  [default: 1]")  # fmt: skip
@@ -98,7 +104,7 @@ def _with_kernels(ops: tuple[str, ...], backend: str) -> tuple[str, ...]:
     for op in ops:
         if not has_kernel(op, backend):
             raise NotImplementedError(f"{op} has no kernel yet: use --backend numpy")
-    return ops or tuple(op for op in OPS if has_kernel(op, backend))
+    return ops or tuple(op for op in TRIALS if has_kernel(op, backend))
 
 
 def _interleaved(ops: tuple[str, ...], seed: int) -> Iterator[Spec]:

@@ -55,6 +55,14 @@ def compare_cache(
     return Comparison(name, wrong + stray, 0, _cache_detail(wrong, expected.size, first, stray))
 
 
+def compare_bits(name: str, got: np.ndarray, expected: np.ndarray) -> Comparison:
+    """Rows ``[tokens, heads, head_size]`` that are copies."""
+    unsigned = np.dtype(f"u{got.itemsize}")
+    wrong = np.argwhere(got.view(unsigned) != np.ascontiguousarray(expected).view(unsigned))
+    first = "first in token {}, head {}, feature {}".format(*wrong[0]) if len(wrong) else None
+    return Comparison(name, len(wrong), 0, _cache_detail(len(wrong), got.size, first, 0))
+
+
 def _differing(stored: np.ndarray, row: np.ndarray, fp8: type | None) -> np.ndarray:
     differing = stored != row
     if fp8 is not None and differing.any():

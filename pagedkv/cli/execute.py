@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 
 import pagedkv
-from pagedkv import decode_plan, merge_plan, nvrtc, validate, varlen_plan, write_plan
+from pagedkv import (
+    decode_plan,
+    gather_plan,
+    merge_plan,
+    moves_plan,
+    nvrtc,
+    validate,
+    validate_gather,
+    validate_moves,
+    varlen_plan,
+    write_plan,
+)
 from pagedkv.kernels import Instance
 
 from . import machine
@@ -30,6 +41,10 @@ INSTANCES: dict[str, tuple[Callable[[Any], Instance], Callable[..., Any]]] = {
     "paged_attention_v2": (decode_plan.decode_instance, partial(validate.paged_attention, single_pass=False)),
     "flash_attn_varlen_func": (varlen_plan.varlen_instance, validate.varlen_attention),
     "merge_attn_states": (merge_plan.merge_instance, validate.merge_states),
+    "gather_cache": (gather_plan.gather_instance, validate_gather.gather_cache),
+    "convert_layout": (gather_plan.convert_instance, validate_gather.convert_layout),
+    "copy_blocks": (moves_plan.move_instance, validate_moves.block_copy),
+    "swap_blocks": (moves_plan.move_instance, validate_moves.block_swap),
 }
 
 

@@ -24,7 +24,10 @@ from .profile_record import Record, launch_record, package_source
 from .profile_table import LEGEND, comparison_text, launch_text
 
 SHORT_NAMES = {"v1": "paged_attention_v1", "v2": "paged_attention_v2"}
-FLASH_OPS = ("reshape_and_cache_flash", "flash_attn_varlen_func")
+FLASH_OPS = (
+    *("reshape_and_cache_flash", "flash_attn_varlen_func", "gather_cache", "convert_layout"),
+    *("copy_blocks", "swap_blocks"),
+)
 WRITES = {"packed": "reshape_and_cache", "NHD": "reshape_and_cache_flash", "HND": "reshape_and_cache_flash"}
 
 HELP = """Count what a kernel asks of the hardware, source line by source line. Needs no GPU.

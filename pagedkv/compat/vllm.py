@@ -5,9 +5,11 @@ returned. Arrays may be of any framework, as everywhere. What the ops do and rai
 ``pagedkv``, whose results these have to the bit.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from .. import ops
+from .. import moves, ops
 from ..arrays import view
 from ..checks import check_ndim, wrong
 from ..layout import packed_shape
@@ -265,3 +267,32 @@ def merge_attn_states(
         if value is not None:
             raise NotImplementedError(f"{name}: expected None")
     ops.merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse, out=output, lse_out=output_lse)
+
+
+def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_mapping: Any) -> None:
+    """Copies blocks inside the key and value caches of all layers.
+
+    key_caches, value_caches: a cache per layer in each, as many; ValueError if they are not.
+    block_mapping: the mapping of ``pagedkv.copy_blocks``, which says what is raised.
+
+    >>> vllm.copy_blocks(key_caches, value_caches, block_mapping)
+    """
+    if len(key_caches) != len(value_caches):
+        raise ValueError(wrong("value_caches", f"{len(key_caches)} caches like key_caches", len(value_caches)))
+    moves.copy_blocks([*key_caches, *value_caches], block_mapping)
+
+
+def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
+    """Copies blocks of one pool to another, on the current stream; host memory must be pinned.
+
+    block_size_in_bytes: of a block of ``src``; ValueError if that is not its size.
+
+    All others as in ``pagedkv.swap_blocks``.
+
+    >>> vllm.swap_blocks(device_cache, host_cache, 32768, block_mapping)
+    """
+    source = view(src, "src")
+    nbytes = math.prod(source.shape[1:]) * source.dtype.itemsize
+    if block_size_in_bytes != nbytes:
+        raise ValueError(wrong("block_size_in_bytes", f"{nbytes}, as src has", block_size_in_bytes))
+    moves.swap_blocks(src, dst, block_mapping)
