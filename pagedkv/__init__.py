@@ -2,6 +2,7 @@
 
 from .advance import advance_decode
 from .blocks import BlockPool, OutOfBlocks
+from .cache import PagedKVCache
 from .cascade import cascade_attention
 from .context import checked, use_backend
 from .gather import convert_layout, gather_cache
@@ -27,6 +28,7 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "OutOfBlocks",
+    "PagedKVCache",
     "PrefixHashes",
     "advance_decode",
     "block_table_to_csr",

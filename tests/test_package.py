@@ -27,6 +27,8 @@ CHAINS = [
     ("cli", "instances", "write_plan"),
     ("cli", "instances", "decode_plan", "kernels"),
     ("cli", "nvrtc", "kernels"),
+    ("cli", "cache", "ops", "dispatch", "numpy_ops"),
+    ("cache", "sequences", "table", "blocks", "checks"),
 ]
 # Validation knows no backend, and no backend validates arguments or knows another.
 STRANGERS = [
@@ -38,6 +40,7 @@ STRANGERS = [
     ("cuda_ops", "ptx_ops"),
     ("ptx_ops", "numpy_ops"),
     ("ptx", "kernels"),
+    ("sequences", "ops"),
 ]
 
 
