@@ -11,7 +11,7 @@ import pagedkv
 from pagedkv.cli import report
 
 CHECKOUT = Path(__file__).parent.parent
-BENCHES = ("write", "decode", "decode NHD", "decode HND", "prefill", "mixed")
+BENCHES = ("write", "decode", "decode NHD", "decode HND", "prefill", "mixed", "pool")
 SECTIONS = {f"bench {bench}" for bench in BENCHES}
 
 

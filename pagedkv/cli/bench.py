@@ -12,6 +12,7 @@ from .bench_options import DEFAULT_RESULTS, check_gpu, deliver, progress, record
 from .decode_command import decode
 from .mixed_command import mixed
 from .options import POSITIVE
+from .pool_command import pool
 from .prefill_command import prefill
 
 
@@ -40,7 +41,7 @@ def write(results: Path | None, as_json: bool, tokens: tuple[int, ...], dtype: s
     deliver(record, results, as_json)
 
 
-for command in (decode, prefill, mixed):
+for command in (decode, prefill, mixed, pool):
     bench.add_command(command)
 
 

@@ -9,6 +9,7 @@ from .decode_section import decode_section
 from .decode_table import decode_markdown
 from .markdown import Record, best_read_text, origin, table_lines
 from .mixed_table import mixed_markdown
+from .pool_table import pool_markdown
 from .prefill_table import prefill_markdown
 from .table import size
 
@@ -110,6 +111,7 @@ MARKDOWN: dict[str, Callable[[Record], str]] = {
     "decode": decode_markdown,
     "prefill": prefill_markdown,
     "mixed": mixed_markdown,
+    "pool": pool_markdown,
 }
 SECTIONS: dict[str, Callable[[list[Record]], str]] = {
     "write": _all(write_markdown),
@@ -118,4 +120,5 @@ SECTIONS: dict[str, Callable[[list[Record]], str]] = {
     "decode HND": decode_section,
     "prefill": _all(prefill_markdown),
     "mixed": _all(mixed_markdown),
+    "pool": _all(pool_markdown),
 }
