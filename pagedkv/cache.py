@@ -25,6 +25,8 @@ from .storage import Layer, allocate_layers, find_device, find_num_blocks, scale
 from .table import BlockTable
 from .validate_cache import check_block_form
 
+LONGEST = 131_072  # tokens, unless the caller says: the table has a row as long for every sequence
+
 
 class PagedKVCache(Sequences):
     """Keys and values of many sequences in blocks of a common pool, layer by layer.
@@ -39,7 +41,7 @@ class PagedKVCache(Sequences):
     device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or a number; None: CUDA where it is usable.
     k_scale, v_scale: of an fp8 cache: None, numbers, or float32 ``[1]`` or ``[num_kv_heads]``.
     max_seqs: sequences at a time.
-    max_seq_len: tokens of the longest one; None: what the pool holds.
+    max_seq_len: tokens of the longest one; None: what the pool holds, but at most 131,072.
     block_order: the order in which blocks are first handed out; None: that of their numbers.
 
     Sequences are called by the numbers that ``add`` and ``fork`` return, each its own until ``free``. A step::
@@ -97,7 +99,7 @@ class PagedKVCache(Sequences):
         count = find_num_blocks(num_blocks, block_bytes, self._device, memory_fraction)
         pool = BlockPool(count, order=block_order)
         _, self.num_kv_heads, self.head_size = sizes
-        longest = count * sizes[0] if max_seq_len is None else max_seq_len
+        longest = min(count * sizes[0], LONGEST) if max_seq_len is None else max_seq_len
         width = -(-check_size(longest, "max_seq_len", minimum=1) // sizes[0])
         super().__init__(pool, BlockTable(max_seqs, width, sizes[0], pool))
         self._scales = {"k_scale": scale_on(k_scale, self._device), "v_scale": scale_on(v_scale, self._device)}

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import generate
 import smollm2
+from paged_model import make_cache
 
 import pagedkv
 
@@ -84,11 +86,13 @@ def test_check_sees_a_wrong_token(model, batch):
 
 
 def test_check_sees_a_read_through_the_wrong_block(model, prompts, monkeypatch):
-    def swapped(seqs):
-        return pad_block_tables(seqs)[:, ::-1].copy()
+    def swapped(cache, seqs):
+        batch = step(cache, seqs)
+        batch.block_table = batch.block_table[:, ::-1].copy()
+        return batch
 
-    pad_block_tables = generate.pad_block_tables
-    monkeypatch.setattr(generate, "pad_block_tables", swapped)
+    step = pagedkv.PagedKVCache.step
+    monkeypatch.setattr(pagedkv.PagedKVCache, "step", swapped)
     (seq,) = generate.generate(model, prompts[:1], max_new_tokens=8, ignore_eos=True)
     assert num_equal(model, seq) < 8
 
@@ -144,7 +148,7 @@ def test_blocks_are_scattered_and_belong_to_one_sequence(batch):
     block_ids = [block_id for seq in batch for block_id in seq.block_table]
     assert len(set(block_ids)) == len(block_ids)
     for seq in batch:
-        assert len(seq.block_table) == generate.blocks_for(seq.num_cached_tokens, 16)
+        assert len(seq.block_table) == generate.blocks_for(len(seq.token_ids) - 1, 16)
         assert (np.diff(seq.block_table) != 1).any()
 
 
@@ -188,16 +192,15 @@ def test_interpreted_kernels_answer_like_a_dense_run(run):
     assert "2 of the 2 that it picks by more than 0.1" in result.output
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    """Random weights in the shape of a very small model, and prompts of random tokens."""
+def random_model():
+    """Random weights in the shape of a very small model."""
     rng = np.random.default_rng(0)
     config = smollm2.Config(
         num_layers=2,
         num_heads=6,
         num_kv_heads=2,
         head_size=16,
-        context_length=64,
+        context_length=256,
         rope_base=10000.0,
         rms_eps=1e-5,
         eos_token_id=0,
@@ -210,8 +213,24 @@ def tiny():
     shapes |= {"token_embd": (101, hidden), "output_norm": (hidden,)}
     weights = {name: rng.standard_normal(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     weights |= {name: np.ones(shape) for name, shape in shapes.items() if name.endswith("norm")}
-    weights = {name: weight.astype(np.float32) for name, weight in weights.items()}
-    return smollm2.SmolLM2(config, weights), [rng.integers(1, 101, count).tolist() for count in (20, 3)]
+    return smollm2.SmolLM2(config, {name: weight.astype(np.float32) for name, weight in weights.items()})
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A very small model, and prompts of random tokens."""
+    rng = np.random.default_rng(1)
+    return random_model(), [rng.integers(1, 101, count).tolist() for count in (20, 3)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("float32", "auto"), ("float16", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")]
+)
+def test_a_slot_that_nobody_wrote_holds_nan(tiny, dtype, kv_cache_dtype):
+    cache = make_cache(tiny[0].config, 5, max_seqs=1, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    stored = np.dtype(ml_dtypes.float8_e4m3fn) if kv_cache_dtype == "fp8" else cache.dtype
+    assert len(cache) == 2
+    assert all(np.isnan(array.view(stored)).all() for layer in cache for array in layer)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
