@@ -391,10 +391,19 @@ def _foreign_stream(pointer: int) -> Any:
     return cupy.cuda.Stream.from_external(_ForeignStream(pointer)) if pointer else cupy.cuda.Stream.null
 
 
+@cache
+def _torch_stream() -> Callable[[int], int]:
+    """What tells the address of torch's current stream. Its public function makes an object first, which takes as long
+    as reading five tensors."""
+    torch = sys.modules["torch"]
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+
+
 def _stream(framework: str, device: int) -> Any:
     """The stream on which a framework works now on a device."""
     if framework == "torch":
-        return _foreign_stream(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+        return _foreign_stream(_torch_stream()(device))
     return cupy.cuda.get_current_stream(device)
 
 
