@@ -10,7 +10,7 @@ import numpy as np
 import pagedkv
 from pagedkv import kernels, repeats
 
-MODULES = ("counters", "move_tables", "cuda_ops")  # that have CuPy inside
+MODULES = ("counters", "move_tables", "cuda_streams", "cuda_replay", "cuda_moves", "cuda_ops")  # that have CuPy inside
 # Pointer parameters of each kernel.
 DECODE = ["query", "key_cache", "value_cache", "block_tables", "seq_lens", "alibi_slopes", "sinks"]
 DECODE += ["k_scale", "v_scale", "out", "lse_out", "workspace", "counters"]
