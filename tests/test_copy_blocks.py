@@ -35,7 +35,7 @@ def as_list(*buffers):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", MAPPINGS)
-def test_mappings(backend, rng, name):
+def test_copies_with_overlap(backend, rng, name):
     buffers = [random_buffer(rng, (NUM_BLOCKS, 4, 2, 8)) for _ in range(2)]
     copy_and_check(backend, buffers, as_list, MAPPINGS[name])
 
