@@ -9,6 +9,8 @@ from .dtypes import INT32, INT64
 from .problem import AdvanceDecode
 from .repeats import MISS, Call
 
+LARGEST_LENGTH = 2**31 - 1  # that int32 holds
+
 
 def advance_decode(
     block_table: Any,
@@ -57,7 +59,10 @@ def validated_advance(
     at = None if positions is None else _vector(positions, "positions", INT64, num_seqs)
     arrays = {"seq_lens": lens, "block_table": table, "slot_mapping": slots, "query_start_loc": starts, "positions": at}
     checks.check_same_device(arrays)
-    return AdvanceDecode(table, lens, slots, starts, at, checks.check_size(block_size, "block_size", minimum=1))
+    size = checks.check_size(block_size, "block_size", minimum=1)
+    if size * max(1, table.shape[1]) > LARGEST_LENGTH:
+        raise ValueError(checks.wrong("block_size", f"rows of at most {LARGEST_LENGTH} tokens", f"blocks of {size}"))
+    return AdvanceDecode(table, lens, slots, starts, at, size)
 
 
 def _vector(array: Any, name: str, dtype: Any, size: int | None) -> ArrayView:

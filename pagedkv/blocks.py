@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import check_size, wrong
+from .checks import check_size, integer_row, wrong
 from .dtypes import INT32
 
 NO_PLACE = -1
@@ -140,10 +140,16 @@ class BlockPool:
 
     @property
     def has_writable_shared(self) -> bool:
-        """Whether some block has several owners and might still be written: it holds nothing known, so it need not be
-        full. Seldom so; asking takes no time then."""
-        self._shared = {block_id for block_id in self._shared if self._ref_counts[block_id] > 1}
-        return bool(self._shared)
+        """Whether some block has several owners and might still be written: what holds nothing known need not be full.
+
+        Asking takes no time, whether or not there is one.
+        """
+        while self._shared:
+            block_id = self._shared.pop()
+            if self._ref_counts[block_id] > 1 and not self._is_known[block_id]:
+                self._shared.add(block_id)
+                return True
+        return False
 
     def __len__(self) -> int:
         return self.num_blocks
@@ -178,7 +184,7 @@ class BlockPool:
         IndexError for a number outside the pool, ValueError for a block with fewer owners than are taken; nothing is
         freed then.
         """
-        ids = self._ids(block_ids)
+        ids = self.check_ids(block_ids)
         unique, first, drops = self._distinct(ids)
         left = self._ref_counts[unique] - drops
         if (left < 0).any():
@@ -197,7 +203,7 @@ class BlockPool:
 
         block_ids: as in ``free``. ValueError, with nothing changed, for a free block that holds nothing known.
         """
-        ids = self._ids(block_ids)
+        ids = self.check_ids(block_ids)
         free = ids[self._ref_counts[ids] == 0]
         unknown = free[~self._is_known[free]]
         if unknown.size:
@@ -214,7 +220,9 @@ class BlockPool:
         A hash that another block already holds, and a block already known by a hash, stay as they are. ValueError for a
         block without owners, or another number of hashes than of blocks.
         """
-        ids = self._ids(block_ids)
+        ids = self.check_ids(block_ids)
+        if isinstance(hashes, str | bytes) or not all(isinstance(block_hash, bytes) for block_hash in hashes):
+            raise TypeError(wrong("hashes", "a sequence of bytes", type(hashes).__name__))
         if len(hashes) != ids.size:
             raise ValueError(wrong("hashes", f"{ids.size}, one of each block", len(hashes)))
         if not self._ref_counts[ids].all():
@@ -242,8 +250,8 @@ class BlockPool:
 
     def forget(self, block_ids: Any) -> None:
         """Unlearns the prefixes that blocks hold, where any: what is in them is about to change."""
-        ids = self._ids(block_ids)
-        for block_id in ids[self._is_known[ids]].tolist():
+        ids = self.check_ids(block_ids)
+        for block_id in dict.fromkeys(ids[self._is_known[ids]].tolist()):  # a repeated one once
             self._forget(block_id)
 
     def reset_prefix_cache(self) -> None:
@@ -257,13 +265,10 @@ class BlockPool:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _ids(self, block_ids: Any) -> np.ndarray:
-        ids = np.atleast_1d(np.asarray(block_ids))
-        if ids.size == 0:
-            return ids.astype(INT32)
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise TypeError(wrong("block_ids", "integers", f"{ids.dtype.name} of shape {ids.shape}"))
-        if ids.min() < 0 or ids.max() >= self.num_blocks:
+    def check_ids(self, block_ids: Any) -> np.ndarray:
+        """``block_ids`` as an array; TypeError for what is no integer, IndexError for what is no block."""
+        ids = integer_row(block_ids, "block_ids")
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
             outside = ids[(ids < 0) | (ids >= self.num_blocks)][0]
             raise IndexError(wrong("block_ids", f"numbers from 0 to {self.num_blocks - 1}", outside))
         return ids
@@ -296,7 +301,7 @@ class BlockPool:
 
 
 def _permutation(order: Iterable[int], num_blocks: int) -> np.ndarray:
-    ids = np.array(list(order))
+    ids = integer_row(order if isinstance(order, np.ndarray) else list(order), "order")
     if ids.shape != (num_blocks,) or (np.sort(ids) != np.arange(num_blocks)).any():
         raise ValueError(wrong("order", f"each number below {num_blocks} once", f"{ids.size} numbers"))
     return ids.astype(INT32)

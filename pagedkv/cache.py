@@ -1,6 +1,7 @@
 """A paged cache as an engine uses it: storage of all layers, the pool of its blocks, and the table of its sequences."""
 
 from collections.abc import Iterable
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -20,10 +21,11 @@ from .ops import (
     reshape_and_cache,
     reshape_and_cache_flash,
 )
-from .sequences import Batch, Sequences, new_tokens
+from .sequences import SERIALS, Batch, Sequences, new_tokens
 from .storage import Layer, allocate_layers, find_device, find_num_blocks, scale_on, to_device
 from .table import BlockTable
-from .validate_cache import check_block_form
+from .validate import check_window
+from .validate_cache import check_block_form, check_scale_pair
 
 LONGEST = 131_072  # tokens, unless the caller says: the table has a row as long for every sequence
 
@@ -94,6 +96,7 @@ class PagedKVCache(Sequences):
         names = ("block_size", "num_kv_heads", "head_size")
         sizes = [check_size(size, name, minimum=1) for size, name in zip(sizes, names, strict=True)]
         check_block_form(layout, *sizes, storage)
+        check_scale_pair(k_scale, v_scale, ("k_scale", "v_scale"), sizes[1])
         self._device = find_device(device)
         block_bytes = 2 * self.num_layers * int(np.prod(sizes)) * storage.itemsize
         count = find_num_blocks(num_blocks, block_bytes, self._device, memory_fraction)
@@ -135,6 +138,8 @@ class PagedKVCache(Sequences):
         """The caches of a layer, ``.k`` and ``.v``: plain arrays."""
         if not self._layers:
             raise ValueError("the cache is closed")
+        if not -self.num_layers <= index(layer) < self.num_layers:
+            raise IndexError(wrong("layer", f"from 0 to {self.num_layers - 1}", layer))
         return self._layers[layer]
 
     def __repr__(self) -> str:
@@ -169,38 +174,38 @@ class PagedKVCache(Sequences):
         step is not written: ``truncate`` or ``free`` undoes that.
         """
         caches = [cache for layer in range(self.num_layers) for cache in self[layer]]
-        seqs = self.table.check_rows(seqs)
+        seqs = self.table.check_rows(seqs).copy()  # the caller may use the array again
         self._check_written(seqs)
         states = [self._prefixes.get(seq) for seq in seqs.tolist()]
         counts = self._counts(seqs, states, num_new)
-        lens = self.table.seq_lens[seqs]
-        step = self.table.step(seqs, counts, pad_seqs=pad_seqs, pad_tokens=pad_tokens)
-        if step.copies.size:
-            copy_blocks(caches, step.copies)
-        self._serial += 1
-        self._serials[seqs], self._is_open[seqs], self._written_lens[seqs] = self._serial, True, lens
+        lens, copy = self.table.seq_lens[seqs], partial(copy_blocks, caches)
+        step = self.table.step(seqs, counts, pad_seqs=pad_seqs, pad_tokens=pad_tokens, copy=copy)
+        serial = next(SERIALS)
+        self._serials[seqs], self._is_open[seqs], self._written_lens[seqs] = serial, True, lens
         arrays = [step.slot_mapping, step.query_start_loc, step.seq_lens, step.block_table]
         token_ids = new_tokens(states, lens, counts)
         unwritten = set(range(self.num_layers))
-        return Batch(seqs, step, token_ids, *to_device(arrays, self._device), states, self._serial, unwritten)
+        return Batch(seqs, step, token_ids, *to_device(arrays, self._device), states, serial, unwritten)
 
     def write(self, layer: int, key: Any, value: Any, batch: Batch) -> None:
         """Writes the keys and values of a batch's new tokens into one layer.
 
-        key, value: ``[num_tokens or more, num_kv_heads, head_size]``, see ``reshape_and_cache``. ValueError for a batch
-            whose sequences have gone on, been truncated or freed since.
+        key, value: ``[num_tokens or more, num_kv_heads, head_size]``, see ``reshape_and_cache``.
+
+        ValueError for a batch that has been written in all layers, or is of the past (see ``Batch``).
         """
         self._check_current(batch)
+        if not batch._unwritten:  # by now its blocks may be shared
+            raise ValueError(wrong("batch", "one that is to be written", "one written in all layers"))
         caches, kinds = self[layer], {"kv_cache_dtype": self.kv_cache_dtype, **self._scales}
         if self.layout == "packed":
             reshape_and_cache(key, value, *caches, batch.slot_mapping, **kinds)
         else:
             reshape_and_cache_flash(key, value, *caches, batch.slot_mapping, layout=self.layout, **kinds)
-        if batch._unwritten:
-            batch._unwritten.discard(index(layer) % self.num_layers)
-            if not batch._unwritten:
-                self._is_open[batch.seqs] = False
-                self._make_known(batch)
+        batch._unwritten.discard(index(layer) % self.num_layers)
+        if not batch._unwritten:
+            self._is_open[batch.seqs] = False
+            self._make_known(batch)
 
     def attend(
         self,
@@ -225,9 +230,11 @@ class PagedKVCache(Sequences):
         num_splits: see ``flash_attn_varlen_func``; with 1 a sequence's result does not depend on the batch. A packed
             cache knows 0 and 1.
 
-        NotImplementedError for several new tokens of a sequence in the packed layout.
+        NotImplementedError for other than one new token of each sequence in the packed layout. ValueError for a batch
+        of the past, and for a window that would see what ``drop_outside_window`` has given back.
         """
         self._check_current(batch)
+        self._check_window(batch, window_size)
         caches = self[layer]
         options = {"window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "out": out}
         options |= {"lse_out": lse_out, "kv_cache_dtype": self.kv_cache_dtype}
@@ -255,16 +262,33 @@ class PagedKVCache(Sequences):
 
     def gather(self, layer: int, seq: int) -> tuple[Any, Any]:
         """The keys and values of a sequence in one layer, contiguous and of the cache's dtype, each
-        ``[num_tokens, num_kv_heads, head_size]`` (see ``gather_cache``)."""
+        ``[num_tokens, num_kv_heads, head_size]`` (see ``gather_cache``).
+
+        ValueError for a sequence that has lost blocks to its window.
+        """
         seq = self.table.check_row(seq)
         count = self.num_tokens(seq)
         row = self.table.block_table[[seq], : -(-count // self.block_size)]
+        if (row < 0).any():  # which a kernel would follow
+            raise ValueError(wrong("seq", "a sequence with all its blocks", f"sequence {seq}, cut by its window"))
         table, starts = to_device([row, np.array([0, count], np.int32)], self._device)
         kinds = {"kv_cache_dtype": self.kv_cache_dtype, "layout": self.layout, **self._scales}
         dtype = None if self.kv_cache_dtype == "auto" else self.dtype
         return gather_cache(*self[layer], table, starts, num_tokens=count, dtype=dtype, **kinds)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _check_window(self, batch: Batch, window_size: tuple[int, int]) -> None:
+        """A kernel would follow the ids of blocks that were given back."""
+        dropped = self.table.tokens_dropped(batch.seqs)
+        if not dropped.any():
+            return
+        left, _ = check_window(window_size)
+        ends, starts = batch.host.seq_lens[: batch.host.num_seqs], batch.host.query_start_loc[: batch.host.num_seqs + 1]
+        first_seen = np.maximum(ends - np.diff(starts) - left, 0) if left >= 0 else np.zeros_like(dropped)
+        if (first_seen < dropped).any():
+            seq = batch.seqs[np.argmax(first_seen < dropped)]
+            raise ValueError(wrong("window_size", f"one that sees what is left of sequence {seq}", window_size))
 
     def _decode_packed(
         self, query: Any, caches: Layer, batch: Batch, num_splits: int, workspace: Any, options: dict[str, Any]

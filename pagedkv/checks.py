@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import ArrayView, device_name, view
-from .dtypes import BY_NAME, is_signed_integer
+from .dtypes import BY_NAME, INT64, is_signed_integer
 from .layout import is_contiguous
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -75,6 +75,19 @@ def index_view(array: Any, name: str, axes: str) -> ArrayView:
         raise TypeError(wrong(name, "signed integers", indices.dtype.name))
     check_ndim(indices, name, axes)
     return indices
+
+
+def integer_row(values: Any, name: str) -> np.ndarray:
+    """Signed integers on the host, one or several in a row, as int64 ``[count]``; TypeError for anything else."""
+    try:
+        row = np.asarray(values)
+    except ValueError:
+        raise ValueError(wrong(name, "integers in one row", "a ragged sequence")) from None
+    if row.size == 0:
+        return np.empty(0, INT64)
+    if row.dtype.kind != "i" or row.ndim > 1:
+        raise TypeError(wrong(name, "signed integers in one row", f"{row.dtype.name} of shape {row.shape}"))
+    return row.astype(INT64, copy=False).reshape(-1)
 
 
 def check_number(value: Any, name: str, expected: str, *, minimum: float = -LARGEST) -> float:

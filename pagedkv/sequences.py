@@ -1,28 +1,34 @@
 """The sequences of a paged cache: their tokens, their blocks, and the steps that they are in."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from .blocks import BlockPool
-from .checks import check_size, wrong
+from .checks import check_size, integer_row, wrong
 from .dtypes import INT64
 from .prefix import Key, PrefixHashes
 from .step import Step
 from .table import BlockTable
 
+SERIALS = count(1)  # numbers of the steps of all caches: none takes the batch of another one for its own
 NO_BOUND = np.iinfo(np.int64).max // 2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """The new tokens of some sequences: what ``PagedKVCache.step`` makes, and ``write`` and ``attend`` take.
 
-    seqs: the sequences, in the order of their tokens. host: the step's arrays on the host (see ``Step``).
+    seqs: the sequences, in the order of their tokens.
+    host: the step's arrays on the host (see ``Step``).
     token_ids: int64 ``[num_tokens]``, the new tokens, or None where a sequence was added without.
     slot_mapping, query_start_loc, seq_lens, block_table: those of ``host``, where the cache lives.
+
+    It is of no more use once one of its sequences has gone on, has been truncated or freed, or has lost blocks to its
+    window.
     """
 
     seqs: np.ndarray
@@ -32,9 +38,9 @@ class Batch:
     query_start_loc: Any
     seq_lens: Any
     block_table: Any
-    _states: list[PrefixHashes | None]
-    _serial: int
-    _unwritten: set[int]  # layers
+    _states: list[PrefixHashes | None] = field(repr=False)
+    _serial: int = field(repr=False)
+    _unwritten: set[int] = field(repr=False)  # layers
 
     @property
     def positions(self) -> np.ndarray:
@@ -43,7 +49,10 @@ class Batch:
 
     @property
     def last_tokens(self) -> np.ndarray:
-        """Of each sequence the row of its last new token, on the host: where the next one is decided."""
+        """Of each sequence the row of its last new token, on the host: where the next one is decided.
+
+        A sequence without new tokens has the row before its place, which is another's.
+        """
         return self.host.query_start_loc[1 : self.host.num_seqs + 1] - 1
 
 
@@ -53,9 +62,9 @@ class Sequences:
     def __init__(self, pool: BlockPool, table: BlockTable) -> None:
         self.pool, self.table = pool, table
         self._prefixes: dict[int, PrefixHashes] = {}  # of sequences whose tokens are known
-        # Which step each sequence's tokens are of, whether that is still to be written, and the tokens before it.
-        self._serial = 0
-        self._serials, self._written_lens = np.zeros((2, table.max_seqs), INT64)
+        # Of each sequence: the number of its last step, its tokens before that, whether layers of it are still to be
+        # written, and how many of its tokens are known, computed or not.
+        self._serials, self._written_lens, self._known_lens = np.zeros((3, table.max_seqs), INT64)
         self._is_open = np.zeros(table.max_seqs, bool)
 
     def add(self, token_ids: Any = None, *, salt: Key | None = None, extra_keys: Iterable[Key] = ()) -> int:
@@ -69,11 +78,13 @@ class Sequences:
         ValueError if there are ``max_seqs`` sequences, or for more tokens than a row of the table holds.
         """
         if token_ids is None:
-            return self.table.add()
+            seq = self.table.add()
+            self._known_lens[seq] = NO_BOUND
+            return seq
         self._check_room("token_ids", np.size(token_ids))
         prefix = PrefixHashes(token_ids, block_size=self.block_size, salt=salt, extra_keys=extra_keys)
         seq = self.table.add(self.pool.longest_prefix(prefix.reusable))
-        self._prefixes[seq] = prefix
+        self._prefixes[seq], self._known_lens[seq] = prefix, len(prefix)
         return seq
 
     def extend(self, seq: int, token_ids: Any) -> None:
@@ -84,10 +95,24 @@ class Sequences:
         prefix = self._prefix(seq)
         self._check_room("token_ids", len(prefix) + np.size(token_ids))
         prefix.extend(token_ids)
+        self._known_lens[seq] = len(prefix)
+
+    def extend_each(self, seqs: Any, token_ids: Any) -> None:
+        """``extend`` by one token for each of many sequences, ``[num_seqs]``: what a decode step has made."""
+        seqs, tokens = self.table.check_rows(seqs), integer_row(token_ids, "token_ids")
+        if tokens.size != seqs.size:
+            raise ValueError(wrong("token_ids", f"{seqs.size}, one for each sequence", tokens.size))
+        prefixes = [self._prefixes.get(seq) for seq in seqs.tolist()]
+        if None in prefixes:
+            self._prefix(int(seqs[prefixes.index(None)]))  # raises
+        self._check_room("token_ids", int(self._known_lens[seqs].max(initial=-1)) + 1)
+        for prefix, token in zip(prefixes, tokens.tolist(), strict=True):
+            prefix.append(token)
+        self._known_lens[seqs] += 1
 
     def token_ids(self, seq: int) -> np.ndarray:
         """The tokens of a sequence, int64, those that are not computed yet included; ValueError if not known."""
-        return self._prefix(seq).token_ids.copy()
+        return self._prefix(seq).token_ids
 
     def num_tokens(self, seq: int) -> int:
         """Tokens of a sequence whose keys and values are in the cache, or will be when its last step is written."""
@@ -106,6 +131,7 @@ class Sequences:
         other = self.table.fork(seq)
         if seq in self._prefixes:
             self._prefixes[other] = self._prefixes[seq].copy()
+        self._known_lens[other] = self._known_lens[seq]
         return other
 
     def truncate(self, seq: int, num_tokens: int) -> None:
@@ -113,9 +139,9 @@ class Sequences:
 
         A step that was to be written and is not, because of an error, is undone by this.
         """
-        prefix = self._prefixes.get(seq)
-        in_cache = self.num_tokens(seq)
-        known = in_cache if prefix is None else max(len(prefix), in_cache)
+        seq = self.table.check_row(seq)
+        prefix, in_cache = self._prefixes.get(seq), self.num_tokens(seq)
+        known = in_cache if prefix is None else len(prefix)
         if check_size(num_tokens, "num_tokens", minimum=0) > known:
             raise ValueError(wrong("num_tokens", f"at most {known}", num_tokens))
         self.table.truncate(seq, min(num_tokens, in_cache))
@@ -125,6 +151,7 @@ class Sequences:
             self._is_open[seq] &= not is_undone
         if prefix is not None:
             prefix.truncate(num_tokens)
+            self._known_lens[seq] = len(prefix)
 
     def free(self, seqs: Any) -> None:
         """Ends a sequence, or several. Full blocks stay known until others need them (``BlockPool``)."""
@@ -136,7 +163,9 @@ class Sequences:
 
     def drop_outside_window(self, seqs: Any, window_size: int) -> int:
         """Gives back the blocks of sequences that no further token sees; see ``BlockTable.drop_outside_window``."""
-        self._check_written(self.table.check_rows(seqs))
+        seqs = self.table.check_rows(seqs)
+        self._check_written(seqs)
+        self._serials[seqs] = 0  # a batch of the past still names the blocks that others may get now
         return self.table.drop_outside_window(seqs, window_size)
 
     @property
@@ -174,8 +203,7 @@ class Sequences:
         if num_new is None and None in states:
             unknown = seqs[states.index(None)]
             raise ValueError(wrong("num_new", f"a number, since sequence {unknown} has no token ids", None))
-        known = np.array([NO_BOUND if state is None else len(state) for state in states], INT64)
-        pending = known - self.table.seq_lens[seqs]
+        pending = self._known_lens[seqs] - self.table.seq_lens[seqs]
         if num_new is None:
             return pending
         counts = self.table.check_counts(num_new, seqs)
@@ -201,5 +229,5 @@ def new_tokens(states: list[PrefixHashes | None], lens: np.ndarray, counts: np.n
     """The tokens of a step, of sequences that have so many before them; None if some are not known."""
     if None in states:
         return None
-    spans = zip(states, lens.tolist(), counts.tolist(), strict=True)
-    return np.concatenate([np.empty(0, INT64), *(state.token_ids[n : n + count] for state, n, count in spans)])
+    spans = zip(states, lens.tolist(), (lens + counts).tolist(), strict=True)
+    return np.array([token for state, start, end in spans for token in state.between(start, end)], INT64)

@@ -5,14 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from .checks import check_count, wrong
-from .dtypes import INT32, INT64
+from .checks import check_count, integer_row, wrong
+from .dtypes import INT32
 
 NO_SLOT = -1  # of padding: writes nothing
+LARGEST = 2**31 - 1  # that int32 holds
 NO_COPIES = np.empty((0, 2), INT32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """The new tokens of a batch of sequences. Padding, up to the sizes of a captured graph, has slots of -1, lengths of
     0 and starts that repeat the last one.
@@ -21,8 +22,8 @@ class Step:
     positions: int64 ``[num_tokens]``, of the new tokens in their sequences; 0 in padding.
     query_start_loc: int32 ``[num_seqs + 1]``, where the new tokens of each sequence start, and the last one's end.
     seq_lens: int32 ``[num_seqs]``, with the new tokens.
-    block_table: int32 ``[num_seqs, max_blocks]``. On the host and without padding, sequences in adjoining rows have a
-        view of the table itself, which later calls on the table change.
+    block_table: int32 ``[num_seqs, blocks of the longest]``. On the host and without padding, sequences in adjoining
+        rows have a view of the table itself, which later calls on the table change.
     copies: int32 ``[n, 2]``, (source, destination) blocks to be copied before anything is written.
     max_query_len, max_seq_len: the most new tokens and tokens of a sequence.
     num_tokens, num_seqs: without padding.
@@ -54,8 +55,7 @@ def lay_out(
 ) -> Step:
     """The step that gives the sequences in ``rows`` of a table their last ``counts`` tokens, of ``ends`` in all.
 
-    index: the rows as what picks them fastest. For decode no array is touched that need not be: a thousand sequences
-    take as long as forty calls of NumPy.
+    index: the rows as what picks them fastest.
     """
     num_seqs, num_tokens, most = rows.size, int(counts.sum()), int(counts.max(initial=0))
     if most == 1 and num_tokens == num_seqs:  # decode: a token each
@@ -81,7 +81,7 @@ def lay_out(
         num_seqs,
         copies,
     )
-    return step if pad_seqs is None and pad_tokens is None else _padded(step, table, rows, pad_seqs, pad_tokens)
+    return step if pad_seqs is None and pad_tokens is None else _padded(step, pad_seqs, pad_tokens)
 
 
 def _rows_of(table: np.ndarray, index: slice | np.ndarray, width: int) -> np.ndarray:
@@ -90,11 +90,11 @@ def _rows_of(table: np.ndarray, index: slice | np.ndarray, width: int) -> np.nda
     return rows
 
 
-def _padded(step: Step, table: np.ndarray, rows: np.ndarray, pad_seqs: int | None, pad_tokens: int | None) -> Step:
+def _padded(step: Step, pad_seqs: int | None, pad_tokens: int | None) -> Step:
     seqs = step.num_seqs if pad_seqs is None else pad_seqs
     tokens = step.num_tokens if pad_tokens is None else pad_tokens
-    block_table = np.full((seqs, table.shape[1]), NO_SLOT, INT32)  # as wide as a graph knows it
-    block_table[: rows.size] = table[rows]
+    block_table = np.full((seqs, step.block_table.shape[1]), NO_SLOT, INT32)
+    block_table[: step.num_seqs] = step.block_table
     return replace(
         step,
         slot_mapping=_filled(step.slot_mapping, tokens, NO_SLOT),
@@ -129,18 +129,37 @@ def block_table_to_csr(
 
     >>> indptr, indices, last_page_len = block_table_to_csr(block_table, seq_lens, block_size=16)
     """
-    table, lens = np.asarray(block_table), np.asarray(seq_lens)
-    if table.ndim != 2 or lens.shape != table.shape[:1]:
+    table, lens, block_size = _table(block_table), integer_row(seq_lens, "seq_lens"), _block_size(block_size)
+    if lens.shape != table.shape[:1]:
         raise ValueError(wrong("seq_lens", f"one length for each row of a table of shape {table.shape}", lens.shape))
-    capacity = table.shape[1] * block_size
+    capacity = min(table.shape[1] * block_size, LARGEST)
     if lens.size and (lens.min() < 0 or lens.max() > capacity):
         raise ValueError(wrong("seq_lens", f"lengths from 0 to {capacity}", f"{lens.min()} to {lens.max()}"))
-    counts = -(-lens.astype(INT64) // block_size)
+    counts = -(-lens // block_size)
     is_used = np.arange(table.shape[1]) < counts[:, None]
     indptr = np.zeros(lens.size + 1, INT32)
     np.cumsum(counts, out=indptr[1:])
     last = np.where(counts > 0, lens - (counts - 1) * block_size, 0)
-    return indptr, table[is_used].astype(INT32), last.astype(INT32)
+    return indptr, _narrow(table[is_used], "block_table"), last.astype(INT32)
+
+
+def _table(block_table: Any) -> np.ndarray:
+    table = np.asarray(block_table)
+    if table.ndim != 2:
+        raise ValueError(wrong("block_table", "[num_seqs, max_blocks]", f"shape {table.shape}"))
+    if table.size and table.dtype.kind != "i":
+        raise TypeError(wrong("block_table", "signed integers", table.dtype.name))
+    return table
+
+
+def _block_size(block_size: int) -> int:
+    return check_count(block_size, "block_size", minimum=1, none=0, maximum=LARGEST)
+
+
+def _narrow(block_ids: np.ndarray, name: str) -> np.ndarray:
+    if block_ids.size and (block_ids.min() < 0 or block_ids.max() > LARGEST):
+        raise ValueError(wrong(name, f"used ids from 0 to {LARGEST}", f"{block_ids.min()} to {block_ids.max()}"))
+    return block_ids.astype(INT32)
 
 
 def csr_to_block_table(
@@ -163,9 +182,10 @@ def csr_to_block_table(
 
     >>> block_table, seq_lens = csr_to_block_table(indptr, indices, last_page_len, block_size=16)
     """
-    starts, ids, last = (np.asarray(array) for array in (indptr, indices, last_page_len))
+    starts, ids = integer_row(indptr, "indptr"), integer_row(indices, "indices")
+    last, block_size = integer_row(last_page_len, "last_page_len"), _block_size(block_size)
     counts = np.diff(starts)
-    if starts.ndim != 1 or starts.size == 0 or starts[0] != 0 or (counts < 0).any() or starts[-1] > ids.size:
+    if starts.size == 0 or starts[0] != 0 or (counts < 0).any() or starts[-1] > ids.size:
         raise ValueError(wrong("indptr", f"starts that rise from 0 to at most {ids.size}", starts.tolist()[:9]))
     if last.shape != counts.shape:
         raise ValueError(wrong("last_page_len", f"shape {counts.shape}", last.shape))
@@ -174,6 +194,8 @@ def csr_to_block_table(
     most = int(counts.max(initial=0))
     width = check_count(max_blocks, "max_blocks", minimum=most, none=most)
     table = np.full((counts.size, width), -1, INT32)
-    table[np.arange(width) < counts[:, None]] = ids[: starts[-1]]
+    table[np.arange(width) < counts[:, None]] = _narrow(ids[: starts[-1]], "indices")
     lens = np.where(counts > 0, (counts - 1) * block_size + last, 0)
+    if lens.max(initial=0) > LARGEST:
+        raise ValueError(wrong("indptr", f"at most {LARGEST} tokens in a sequence", int(lens.max())))
     return table, lens.astype(INT32)

@@ -7,7 +7,6 @@ import numpy as np
 
 from .arrays import HOST
 from .checks import check_number, check_size, wrong
-from .dtypes import FLOAT32
 from .layout import cache_shapes
 
 AUTO = "auto"
@@ -28,7 +27,7 @@ def find_device(device: Any) -> int:
     if device is None and not _has_cuda():
         return HOST
     name, _, number = str("cuda" if device is None else device).partition(":")
-    if isinstance(device, int) and not isinstance(device, bool):
+    if isinstance(device, int | np.integer) and not isinstance(device, bool):
         name, number = "cuda", str(device)
     if name != "cuda" or not (number.isdecimal() or number == ""):
         raise ValueError(wrong("device", "'cpu', 'cuda', 'cuda:N' or a number", repr(device)))
@@ -110,4 +109,4 @@ def scale_on(scale: Any, device: int) -> Any:
         return scale
     cupy = import_module("cupy")
     with cupy.cuda.Device(device):
-        return cupy.asarray(scale.astype(FLOAT32, copy=False))
+        return cupy.asarray(scale)

@@ -1,17 +1,19 @@
 """The block table: which blocks hold the tokens of each sequence, and what a step has to know of them."""
 
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .blocks import BlockPool
-from .checks import check_count, check_size, wrong
+from .checks import check_count, check_size, integer_row, wrong
 from .dtypes import INT32, INT64
 from .step import NO_COPIES, Step, block_table_to_csr, lay_out
 
 NO_BLOCK = -1
-NO_ROWS = np.empty(0, INT64)
+NONE = np.empty(0, INT64)
+LARGEST_LENGTH = 2**31 - 1  # that int32 holds
 
 Index = slice | np.ndarray  # of rows
 
@@ -36,6 +38,9 @@ class BlockTable:
         self.max_seqs = check_size(max_seqs, "max_seqs", minimum=1)
         self.max_blocks = check_size(max_blocks, "max_blocks", minimum=1)
         self.block_size = check_size(block_size, "block_size", minimum=1)
+        if self.max_blocks * self.block_size > LARGEST_LENGTH:
+            longest = f"rows of at most {LARGEST_LENGTH} tokens"
+            raise ValueError(wrong("max_blocks", longest, f"{self.max_blocks} blocks of {self.block_size}"))
         self.pool = pool
         self._table = np.full((self.max_seqs, self.max_blocks), NO_BLOCK, INT32)
         self._seq_lens = np.zeros(self.max_seqs, INT64)
@@ -86,7 +91,7 @@ class BlockTable:
         """A new sequence, whose first tokens fill the blocks ``prefix`` (see ``BlockPool.longest_prefix``)."""
         if not self._free_rows:
             raise ValueError(wrong("max_seqs", f"a free row of {self.max_seqs}", "none"))
-        block_ids = np.asarray(prefix, INT32)
+        block_ids = self.pool.check_ids(prefix)
         if block_ids.size > self.max_blocks:
             raise ValueError(wrong("prefix", f"at most {self.max_blocks} blocks", block_ids.size))
         self.pool.touch(block_ids)
@@ -111,17 +116,18 @@ class BlockTable:
             of_rows[other] = of_rows[row]
         return other
 
-    def append(self, rows: Any, num_new: Any) -> np.ndarray:
+    def append(self, rows: Any, num_new: Any, *, copy: Callable[[np.ndarray], Any] | None = None) -> np.ndarray:
         """Makes room for new tokens at the end of sequences.
 
         num_new: tokens, an int for all or one for each row.
+        copy: called with what is returned, if that is not empty, before anything changes; what it raises is passed on.
 
         Returns the blocks to be copied before they are written, (source, destination) int32 ``[n, 2]``: tokens that
         would go into a block that other sequences share go into a copy. ValueError for a sequence that outgrows its
         row.
         """
         rows, index, counts = self._asked(rows, num_new)
-        return self._append(rows, index, counts)
+        return self._append(rows, index, counts, copy)
 
     def reserve(self, rows: Any, num_new: Any) -> None:
         """Gives sequences the blocks for that many more tokens, and no tokens: steps that a device takes by itself need
@@ -131,18 +137,29 @@ class BlockTable:
         missing = self._missing(self._seq_lens[index] + counts, index)
         self._extend(rows, missing, self.pool.allocate(int(missing.sum())))
 
-    def step(self, rows: Any, num_new: Any, *, pad_seqs: int | None = None, pad_tokens: int | None = None) -> Step:
+    def step(
+        self,
+        rows: Any,
+        num_new: Any,
+        *,
+        pad_seqs: int | None = None,
+        pad_tokens: int | None = None,
+        copy: Callable[[np.ndarray], Any] | None = None,
+    ) -> Step:
         """Appends new tokens, and says what the kernels have to know to write and read them.
 
-        rows, num_new: as in ``append``. pad_seqs, pad_tokens: sizes to fill up to, at least those of the batch, for a
-        graph that was captured with them. Slots, lengths and table are laid out on the host, in time that grows by
-        about 50 ns a sequence; the blocks to copy come as ``copies``.
+        rows, num_new, copy: as in ``append``; the blocks to copy come as ``copies``, too.
+        pad_seqs, pad_tokens: sizes to fill up to, for a graph that was captured with them: at least those of the batch,
+            and at most the rows of the table and the slots of the pool.
+
+        All is laid out on the host, in a few dozen calls of NumPy whatever the number of sequences.
         """
         rows, index, counts = self._asked(rows, num_new)
-        check_count(pad_seqs, "pad_seqs", minimum=rows.size, none=None)
+        check_count(pad_seqs, "pad_seqs", minimum=rows.size, none=None, maximum=self.max_seqs)
         if pad_tokens is not None:
-            check_count(pad_tokens, "pad_tokens", minimum=int(counts.sum()), none=None)
-        copies = self._append(rows, index, counts)
+            most = max(int(counts.sum()), self.pool.num_blocks * self.block_size)
+            check_count(pad_tokens, "pad_tokens", minimum=int(counts.sum()), none=None, maximum=most)
+        copies = self._append(rows, index, counts, copy)
         layout = {"copies": copies, "pad_seqs": pad_seqs, "pad_tokens": pad_tokens}
         return lay_out(self._table, rows, index, self._seq_lens[index], counts, self.block_size, **layout)
 
@@ -165,11 +182,11 @@ class BlockTable:
     def free(self, rows: Any) -> None:
         """Ends sequences and gives back their blocks."""
         rows = self.check_rows(rows)
-        for row in rows.tolist():
-            block_ids = self._table[row, self._num_dropped[row] : self._num_blocks[row]]
-            self.pool.free(block_ids)
-            self._clear(row)
-            heapq.heappush(self._free_rows, row)
+        held = self._table[rows, : int(self._num_blocks[rows].max(initial=0))]
+        self.pool.free(held[held != NO_BLOCK])
+        self._clear(rows)
+        self._free_rows += rows.tolist()
+        heapq.heapify(self._free_rows)
 
     def drop_outside_window(self, rows: Any, window_size: int) -> int:
         """Gives back the blocks whose tokens no further token of these sequences sees; returns how many.
@@ -177,21 +194,25 @@ class BlockTable:
         window_size: tokens that a query sees, its own included (``(window_size - 1, 0)`` of the reads).
         """
         rows, window_size = self.check_rows(rows), check_size(window_size, "window_size", minimum=1)
+        ends = np.maximum(self._seq_lens[rows] - (window_size - 1), 0) // self.block_size
+        has_more = ends > self._num_dropped[rows]
         num_dropped = 0
-        for row in rows.tolist():
-            first_seen = max(0, int(self._seq_lens[row]) - (window_size - 1))
-            first, end = int(self._num_dropped[row]), first_seen // self.block_size
-            if end > first:
-                self.pool.free(self._table[row, first:end])
-                self._table[row, first:end] = NO_BLOCK
-                self._num_dropped[row] = end
-                self._least_lens[row] = end * self.block_size + window_size - 1
-                num_dropped += end - first
+        for row, end in zip(rows[has_more].tolist(), ends[has_more].tolist(), strict=True):
+            first = int(self._num_dropped[row])
+            self.pool.free(self._table[row, first:end])
+            self._table[row, first:end] = NO_BLOCK
+            self._num_dropped[row] = end
+            self._least_lens[row] = end * self.block_size + window_size - 1
+            num_dropped += end - first
         return num_dropped
+
+    def tokens_dropped(self, rows: Any) -> np.ndarray:
+        """How many of the first tokens of each sequence were given back, int64 ``[num_seqs]``."""
+        return self._num_dropped[self.check_rows(rows)] * self.block_size
 
     def move(self, row: int, to: int) -> None:
         """Puts a sequence into another row, one without a sequence; ValueError for one that has one."""
-        row, to = self.check_row(row), self._checked_rows(to)[0]
+        row, to = self.check_row(row), check_count(to, "to", minimum=0, none=0, maximum=self.max_seqs - 1)
         if self._is_live[to]:
             raise ValueError(wrong("to", "a row without a sequence", f"row {to}"))
         self._exchange(row, to)
@@ -206,24 +227,38 @@ class BlockTable:
     def csr(self, rows: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """``(indptr, indices, last_page_len)`` of sequences (see ``block_table_to_csr``)."""
         rows = self.check_rows(rows)
-        return block_table_to_csr(self._table[rows], self._seq_lens[rows], self.block_size)
+        width = int(self._num_blocks[rows].max(initial=0))
+        return block_table_to_csr(self._table[rows, :width], self._seq_lens[rows], self.block_size)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _append(self, rows: np.ndarray, index: Index, counts: np.ndarray) -> np.ndarray:
+    def _append(
+        self, rows: np.ndarray, index: Index, counts: np.ndarray, copy: Callable[[np.ndarray], Any] | None
+    ) -> np.ndarray:
         ends = self._seq_lens[index] + counts
         missing = self._missing(ends, index)
         writers, columns, shared = self._writes_into_shared(rows, counts)
         new = self.pool.allocate(int(missing.sum()) + shared.size)
         copies = NO_COPIES
         if shared.size:
-            targets, new = np.split(new, [shared.size])
-            copies = np.stack([shared, targets], axis=1)
+            targets, rest = np.split(new, [shared.size])
+            copies = np.stack([shared, targets], axis=1).astype(INT32)
+            self._copy(copies, copy, new)
+            new = rest
             self._table[writers, columns] = targets
             self.pool.free(shared)
         self._extend(rows, missing, new)
         self._seq_lens[index] = ends
         return copies
+
+    def _copy(self, copies: np.ndarray, copy: Callable[[np.ndarray], Any] | None, new: np.ndarray) -> None:
+        """Lets the caller copy; where that fails the new blocks go back."""
+        try:
+            if copy is not None:
+                copy(copies)
+        except BaseException:
+            self.pool.free(new)
+            raise
 
     def _missing(self, ends: np.ndarray, index: Index) -> np.ndarray:
         """Blocks that rows lack for their first ``ends`` tokens."""
@@ -236,7 +271,7 @@ class BlockTable:
         """Rows whose next token goes into a block that must be copied first, the columns of those blocks, and they
         themselves: of the owners of one the last may write into it, if all others have copies."""
         if not self.pool.has_writable_shared:
-            return NO_ROWS, NO_ROWS, NO_ROWS
+            return NONE, NONE, NONE
         columns = self._seq_lens[rows] // self.block_size
         is_partial = (columns * self.block_size != self._seq_lens[rows]) & (counts > 0)
         rows, columns = rows[is_partial], columns[is_partial]
@@ -266,11 +301,11 @@ class BlockTable:
         self._table[row, : block_ids.size] = block_ids
         self._num_blocks[row] = block_ids.size
 
-    def _clear(self, row: int) -> None:
-        self._table[row, : self._num_blocks[row]] = NO_BLOCK
-        self._is_live[row] = False
+    def _clear(self, rows: np.ndarray) -> None:
+        self._table[rows, : int(self._num_blocks[rows].max(initial=0))] = NO_BLOCK
+        self._is_live[rows] = False
         for of_rows in (self._seq_lens, self._num_blocks, self._num_dropped, self._least_lens):
-            of_rows[row] = 0
+            of_rows[rows] = 0
 
     def _exchange(self, row: int, other: int) -> None:
         pair, swapped = [row, other], [other, row]
@@ -290,13 +325,14 @@ class BlockTable:
 
     def check_counts(self, num_new: Any, rows: np.ndarray) -> np.ndarray:
         """``num_new`` as int64, one for each row; an error unless it is that or one for all, none negative."""
-        counts = np.asarray(num_new)
-        if counts.dtype.kind not in "iu" and counts.size:
-            raise TypeError(wrong("num_new", "integers", counts.dtype.name))
-        if counts.shape not in ((), rows.shape):
-            raise ValueError(wrong("num_new", f"one number, or {rows.size}", f"shape {counts.shape}"))
+        counts = integer_row(num_new, "num_new")
+        if counts.size != rows.size and np.ndim(num_new) != 0:
+            raise ValueError(wrong("num_new", f"one number, or {rows.size}", counts.size))
         if counts.min(initial=0) < 0:
             raise ValueError(wrong("num_new", "at least 0", int(counts.min())))
+        capacity = self.max_blocks * self.block_size
+        if counts.max(initial=0) > capacity:  # also what would not fit into int64
+            raise ValueError(wrong("num_new", f"at most {capacity} tokens, what a row holds", int(counts.max())))
         return np.full(rows.size, counts, INT64)
 
     def check_row(self, row: int) -> int:
@@ -309,13 +345,15 @@ class BlockTable:
 
     def _located(self, rows: Any) -> tuple[np.ndarray, Index]:
         """Checked rows, as an array and as what picks them fastest: a slice where they adjoin."""
-        rows = _integers(rows)
+        rows = integer_row(rows, "rows")
         first = int(rows[0]) if rows.size else 0
         span = slice(first, first + rows.size)
         if first >= 0 and span.stop <= self.max_seqs and (rows == self._numbers[span]).all():
             index: Index = span
         else:
-            index = self._checked_rows(rows)
+            index = rows
+            if rows.max() >= self.max_seqs or rows.min() < 0:
+                raise IndexError(wrong("rows", f"from 0 to {self.max_seqs - 1}", f"{rows.min()} to {rows.max()}"))
             self._check_each_once(rows)
         is_live = self._is_live[index]
         if not is_live.all():
@@ -328,21 +366,6 @@ class BlockTable:
         is_last = self._marks[rows] == numbers
         if not is_last.all():
             raise ValueError(wrong("rows", "each row once", f"row {rows[~is_last][0]} twice"))
-
-    def _checked_rows(self, rows: Any) -> np.ndarray:
-        rows = _integers(rows)
-        if rows.size and (rows.max() >= self.max_seqs or rows.min() < 0):
-            raise IndexError(wrong("rows", f"from 0 to {self.max_seqs - 1}", f"{rows.min()} to {rows.max()}"))
-        return rows
-
-
-def _integers(rows: Any) -> np.ndarray:
-    rows = np.asarray(rows)
-    if rows.size == 0:
-        return NO_ROWS
-    if rows.dtype.kind not in "iu" or rows.ndim > 1:
-        raise TypeError(wrong("rows", "integers in one row", f"{rows.dtype.name} of shape {rows.shape}"))
-    return rows.astype(INT64, copy=False).reshape(-1)
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -86,10 +86,11 @@ def _options(
     if sinks is not None:
         checks.check_dtype(sinks, names[1], dict.fromkeys((FLOAT32, dtype)))
         checks.check_shape(sinks, names[1], (num_heads,))
-    return ScoreOptions(scale, softcap, slopes, _window(window_size), sinks)
+    return ScoreOptions(scale, softcap, slopes, check_window(window_size), sinks)
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def check_window(window_size: Any) -> tuple[int, int]:
+    """``window_size`` as two ints, (left, right); an error unless it is that."""
     try:
         left, right = window_size
     except (TypeError, ValueError):

@@ -51,7 +51,8 @@ def _scale(scale: Any, name: str, num_kv_heads: int) -> Scale:
     return Scale(name, array=array)
 
 
-def _scales(k_scale: Any, v_scale: Any, names: tuple[str, str], num_kv_heads: int) -> tuple[Scale, Scale]:
+def check_scale_pair(k_scale: Any, v_scale: Any, names: tuple[str, str], num_kv_heads: int) -> tuple[Scale, Scale]:
+    """The scales of K and V, both of one kind; an error for what is none."""
     k, v = (_scale(scale, name, num_kv_heads) for scale, name in zip((k_scale, v_scale), names, strict=True))
     if k.per_head != v.per_head:
         kinds = {True: "a scale per head", False: "one scale"}
@@ -70,16 +71,8 @@ def check_block_form(layout: str, block_size: int, num_kv_heads: int, head_size:
     """ValueError or NotImplementedError for blocks that no op takes in this layout."""
     shape = CacheShape(0, block_size, num_kv_heads, head_size)
     if layout == "packed":
-        _check_packed(shape, storage)
+        check_fits_packed(shape, layouts.PACK_BYTES // storage.itemsize)
     _check_head_size(shape)
-
-
-def _check_packed(shape: CacheShape, storage: np.dtype) -> None:
-    x = layouts.PACK_BYTES // storage.itemsize
-    if shape.head_size % x:
-        raise ValueError(wrong("head_size", f"a multiple of x = {x} in the packed layout", shape.head_size))
-    if shape.block_size not in PACKED_BLOCK_SIZES:
-        raise ValueError(wrong("block_size", f"one of {PACKED_BLOCK_SIZES} in the packed layout", shape.block_size))
 
 
 def flash_cache(key: ArrayView, value: ArrayView, names: tuple[str, str], *, layout: str, **common: Any) -> PagedCache:
@@ -141,7 +134,7 @@ def _paged_cache(
     _check_head_size(shape)
     if shape.block_size < 1 or shape.num_kv_heads < 1:
         raise ValueError(wrong(names[0], "at least one slot and one head per block", f"shape {key.shape}"))
-    k_scale, v_scale = _scales(*scales, scale_names, shape.num_kv_heads)
+    k_scale, v_scale = check_scale_pair(*scales, scale_names, shape.num_kv_heads)
     checks.check_same_device(
         {names[0]: key, names[1]: value, scale_names[0]: k_scale.array, scale_names[1]: v_scale.array}
     )

@@ -122,6 +122,8 @@ class CacheMachine(RuleBasedStateMachine):
         if batch is None:
             return
         self.write(batch, range(NUM_LAYERS))
+        if names:
+            self.unchanged(ValueError, self.write, batch, [0])
         for name, count in zip(names, counts, strict=True):
             self.seqs[name].in_cache += count
         self.attend(batch, names, counts, attends)

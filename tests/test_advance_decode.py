@@ -6,7 +6,9 @@ from cases import assert_same_bits
 from graphs import captured
 
 import pagedkv
-from pagedkv import BlockPool, BlockTable, advance_decode
+from pagedkv import BlockPool, BlockTable, advance_decode, ptx_ops
+from pagedkv.advance import validated_advance
+from pagedkv.step_plan import advance_arrays, plan_advance
 
 BLOCK_SIZE = 4
 OUTPUTS = {"slot_mapping": np.int64, "positions": np.int64, "query_start_loc": np.int32}
@@ -160,6 +162,12 @@ def test_what_lengths_and_tables_may_not_hold(backend, lens, table, error, text)
     assert_same_bits(backend.get(given["slot_mapping"]), out["slot_mapping"])
 
 
+def test_rows_of_more_tokens_than_int32_holds():
+    given = {"block_table": np.zeros((3, 2), np.int32), "seq_lens": np.ones(3, np.int32), **outputs(3)}
+    with pytest.raises(ValueError, match="block_size: expected rows of at most 2147483647 tokens"):
+        advance_decode(**given, block_size=2**30)
+
+
 # ---- on a device ----------------------------------------------------------------------------------------------------
 
 
@@ -167,11 +175,34 @@ def test_what_lengths_and_tables_may_not_hold(backend, lens, table, error, text)
 def test_a_token_without_a_block_is_not_written():
     import cupy
 
-    lens, table = cupy.array([8, 4, 3], np.int32), cupy.array([[0, 1], [2, -1], [5, 6]], np.int32)
+    lens, table = np.array([8, 4, 3], np.int32), np.array([[0, 1], [2, -1], [5, 6]], np.int32)
+    lens, table = cupy.asarray(lens), cupy.asarray(table)
     given = {name: cupy.asarray(array) for name, array in outputs(3).items()}
     advance_decode(table, lens, **given, block_size=BLOCK_SIZE)
     assert given["slot_mapping"].get().tolist() == [-1, -1, 23]
     assert lens.get().tolist() == [8, 5, 4]
+
+
+@pytest.mark.ptx
+def test_the_kernel_on_tokens_without_a_block():
+    """Without the checks that come before it on the host."""
+    table, lens = np.array([[0, 1], [2, -1], [5, 6]], np.int32), np.array([8, 4, 3], np.int32)
+    out = outputs(3)
+    problem = validated_advance(table, lens, out["slot_mapping"], out["positions"], out["query_start_loc"], BLOCK_SIZE)
+    ptx_ops.launch(plan_advance(problem), advance_arrays(problem))
+    assert out["slot_mapping"].tolist() == [-1, -1, 23]
+    assert lens.tolist() == [8, 5, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["block_table", *OUTPUTS])
+def test_arrays_on_two_devices(name):
+    import cupy
+
+    given = {"block_table": np.zeros((3, 2), np.int32), "seq_lens": np.ones(3, np.int32), **outputs(3)}
+    given = {key: array if key == name else cupy.asarray(array) for key, array in given.items()}
+    with pytest.raises(TypeError, match=f"{name}: expected an array on cuda:0"):
+        advance_decode(**given, block_size=BLOCK_SIZE)
 
 
 @pytest.mark.gpu

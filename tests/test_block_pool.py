@@ -114,7 +114,7 @@ def test_numbers_outside_the_pool(method, block_ids):
 
 @pytest.mark.parametrize("block_ids", [1.0, [True], [[0]], "a"], ids=str)
 def test_what_is_no_number(block_ids):
-    with pytest.raises(TypeError, match="block_ids: expected integers"):
+    with pytest.raises(TypeError, match="block_ids: expected signed integers"):
         BlockPool(4).free(block_ids)
 
 
@@ -305,7 +305,7 @@ def test_forgetting_a_free_block_keeps_it_free():
 
 @pytest.mark.parametrize("token_ids", [[1.0], [[1]], ["a"], [True]], ids=str)
 def test_tokens_that_are_none(token_ids):
-    with pytest.raises(TypeError, match="token_ids: expected integers in one row"):
+    with pytest.raises(TypeError, match="token_ids: expected signed integers in one row"):
         prefix().extend(token_ids)
 
 
@@ -313,3 +313,107 @@ def test_tokens_that_are_none(token_ids):
 def test_keys_that_are_none(keys):
     with pytest.raises(TypeError, match="salt and extra_keys: expected str, bytes or int"):
         prefix(1, 2, **keys)
+
+
+def test_what_allocate_gave_stays_as_it_was():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    pool.free([0, 2])
+    assert blocks.tolist() == [0, 1, 2]
+
+
+def test_tokens_past_32_bits():
+    known = prefix(1 << 40, (1 << 40) + 1)
+    assert known.token_ids.tolist() == [1 << 40, (1 << 40) + 1]
+    assert known.hashes != prefix(0, 1).hashes
+
+
+def test_copies_go_on_apart_from_before_the_first_full_block():
+    """Salt and keys are still to be hashed, and the one's array has room for the other's tokens."""
+    one = prefix(1, salt="s", extra_keys=["k"])
+    assert one.copy().copy().hashes == []
+    other = one.copy()
+    other.extend([2])
+    assert other.hashes == prefix(1, 2, salt="s", extra_keys=["k"]).hashes
+    one = prefix(1)
+    one.extend([2])
+    one.extend([3])  # room for four
+    other = one.copy()
+    one.extend([4])
+    other.extend([5])
+    assert (one.token_ids.tolist(), other.token_ids.tolist()) == ([1, 2, 3, 4], [1, 2, 3, 5])
+
+
+def test_a_truncation_past_the_end_takes_nothing_back():
+    known = prefix(1, 2, 3)
+    known.truncate(5)
+    assert (len(known), known.token_ids.tolist()) == (3, [1, 2, 3])
+
+
+def test_one_token_at_a_time():
+    """Whether by `extend` or by `append`."""
+    extended, appended = prefix(), prefix()
+    for token in range(7):
+        extended.extend([token])
+        appended.append(token)
+    assert extended.hashes == appended.hashes == prefix(*range(7)).hashes
+    assert appended.token_ids.tolist() == list(range(7))
+    assert appended.between(2, 5) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 1.5, None])
+def test_truncations_to_what_is_no_length(num_tokens):
+    known = prefix(1, 2, 3)
+    with pytest.raises((ValueError, TypeError), match="num_tokens: expected"):
+        known.truncate(num_tokens)
+    assert len(known) == 3
+
+
+def test_unsigned_tokens():
+    """Those past int64 would have the hashes of negative ones."""
+    for token_ids in (np.array([2**63], np.uint64), np.array([1], np.uint8), [2**63]):
+        with pytest.raises(TypeError, match="token_ids: expected signed integers"):
+            prefix().extend(token_ids)
+
+
+@pytest.mark.parametrize("keys", ["ab", b"ab"])
+def test_a_string_is_no_list_of_keys(keys):
+    with pytest.raises(TypeError, match="extra_keys: expected a sequence of keys"):
+        prefix(1, 2, extra_keys=keys)
+
+
+def test_kinds_of_strings():
+    assert prefix(1, 2, salt=np.str_("a")).hashes == prefix(1, 2, salt="a").hashes
+
+
+@pytest.mark.parametrize("hashes", [b"x", "x", [1], ["x"]], ids=str)
+def test_hashes_that_are_none(hashes):
+    pool = BlockPool(2)
+    block = pool.allocate(1)
+    before = state(pool)
+    with pytest.raises(TypeError, match="hashes: expected a sequence of bytes"):
+        pool.register(block, hashes)
+    assert state(pool) == before
+
+
+def test_a_block_forgotten_twice_at_once():
+    pool, (blocks,) = pool_that_knows(2, prefix(1, 2, 3, 4))
+    pool.forget([blocks[0], blocks[0]])
+    assert (pool.num_cached, pool.num_free) == (1, 2)
+
+
+def test_asking_for_shared_blocks_takes_no_time():
+    """Each is looked at once, however many forks there have been."""
+    pool = BlockPool(50_000)
+    blocks = pool.allocate(50_000)
+    pool.touch(blocks)
+    assert pool.has_writable_shared
+    pool.free(blocks[1:])
+    pool.register(blocks[:1], [b"x"])
+    assert not pool.has_writable_shared
+    assert not pool._shared
+
+
+def test_ragged_numbers():
+    with pytest.raises(ValueError, match="block_ids: expected integers in one row, got a ragged sequence"):
+        BlockPool(4).free([[0], [1, 2]])

@@ -79,7 +79,7 @@ def test_padding_to_the_sizes_of_a_graph():
     step = table.step([1, 0], [1, 2], pad_seqs=4, pad_tokens=6)
     assert_step(step, table, [1, 0], [1, 2])
     assert (step.slot_mapping.size, step.seq_lens.size, step.query_start_loc.size) == (6, 4, 5)
-    assert step.block_table.shape == (4, 6)
+    assert step.block_table.shape == (4, 3)
 
 
 @pytest.mark.parametrize(("sizes", "name"), [({"pad_seqs": 1}, "pad_seqs"), ({"pad_tokens": 3}, "pad_tokens")])
@@ -429,7 +429,12 @@ def test_csr_of_no_sequences():
 
 @pytest.mark.parametrize(
     ("table", "lens", "name"),
-    [([[0, 1]], [9], "seq_lens"), ([[0, 1]], [-1], "seq_lens"), ([[0, 1]], [1, 2], "seq_lens"), ([0], [1], "seq_lens")],
+    [
+        ([[0, 1]], [9], "seq_lens"),
+        ([[0, 1]], [-1], "seq_lens"),
+        ([[0, 1]], [1, 2], "seq_lens"),
+        ([0], [1], "block_table"),
+    ],
     ids=str,
 )
 def test_tables_that_are_no_csr(table, lens, name):
@@ -458,3 +463,190 @@ def test_csr_arrays_that_do_not_belong_together(indptr, indices, last, name):
 def test_a_csr_row_that_is_too_long_for_the_table():
     with pytest.raises(ValueError, match="max_blocks: expected at least 2, got 1"):
         csr_to_block_table([0, 2], [0, 1], [1], BLOCK_SIZE, max_blocks=1)
+
+
+# ---- more of the same: found by faults ------------------------------------------------------------------------------
+
+
+def test_a_prefix_as_long_as_a_row():
+    table = table_with(24)
+    row = table.add(table.blocks(0))
+    assert table.seq_lens[row] == 24
+
+
+def test_reserved_blocks_are_not_forked():
+    table = table_with(3)
+    table.reserve([0], 6)
+    child = table.fork(0)
+    assert table.blocks(child).tolist() == table.blocks(0).tolist()[:1]
+    assert table.pool.ref_counts[:4].tolist() == [2, 1, 1, 0]
+
+
+def test_a_swap_of_a_short_row_with_a_long_one():
+    table = table_with(3, 20)
+    short, long = table.blocks(0).tolist(), table.blocks(1).tolist()
+    table.swap(0, 1)
+    assert (table.blocks(0).tolist(), table.blocks(1).tolist()) == (long, short)
+    assert (table.block_table[1, 1:] == -1).all()
+
+
+def test_freed_rows_are_filled_from_the_top_after_moves():
+    table = table_with(*[1] * 6, max_seqs=6)
+    table.free([0, 2, 3, 4])
+    table.move(5, 0)
+    assert [table.add() for _ in range(4)] == [2, 3, 4, 5]
+
+
+def test_a_step_where_some_take_one_token_and_others_none():
+    table = table_with(7, 8, 1)
+    assert_step(table.step([0, 1, 2], [1, 0, 1]), table, [0, 1, 2], [1, 0, 1])
+
+
+def test_more_repeats_than_there_are_rows():
+    table = table_with(3, 5)
+    before = state(table)
+    with pytest.raises(ValueError, match="rows: expected each row once, got row 0 twice"):
+        table.append([0] * 5, 1)
+    assert state(table) == before
+
+
+def test_a_row_forgets_what_its_last_sequence_was():
+    """Reserved blocks come back too; windows do not stay."""
+    table = table_with(24)
+    table.drop_outside_window(0, 3)
+    table.free(0)
+    row = table.add()
+    table.append([row], 20)
+    table.reserve([row], 4)
+    assert table.drop_outside_window(row, 5) == 4
+    table.truncate(row, 20)
+    table.reserve([row], 4)
+    table.free(row)
+    assert table.pool.num_used == 0
+    assert (table.block_table == -1).all()
+    table.append([table.add()], 9)
+    table.truncate(0, 1)
+    assert table.pool.num_used == 1
+
+
+def test_csr_of_a_full_row_and_of_indices_with_more_behind():
+    arrays = block_table_to_csr(np.array([[5, 7]]), np.array([8]), BLOCK_SIZE)
+    assert [array.tolist() for array in arrays] == [[0, 2], [5, 7], [4]]
+    table, lens = csr_to_block_table([0, 2], [5, 7, -1, 9], [4], BLOCK_SIZE)
+    assert (table.tolist(), lens.tolist()) == ([[5, 7]], [8])
+
+
+@pytest.mark.parametrize("count", [2**63 - 1, 2**40])
+def test_counts_that_would_wrap(count):
+    table = table_with(5)
+    before = state(table)
+    for method in (table.append, table.step, table.reserve):
+        with pytest.raises(ValueError, match="num_new: expected at most 24 tokens, what a row holds"):
+            method([0], count)
+    for count in (2**63, np.array([2**63], np.uint64)):
+        with pytest.raises(TypeError, match="num_new: expected signed integers"):
+            table.append([0], count)
+    assert state(table) == before
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_copy_that_fails(shared):
+    """Nothing has changed, and the next call copies."""
+    table = table_with(6, 4)
+    if shared:
+        table.fork(0)
+    before, asked = state(table), []
+
+    def copy(copies):
+        asked.append(copies.tolist())
+        raise MemoryError("no room")
+
+    if shared:
+        for method in (table.append, table.step):
+            with pytest.raises(MemoryError, match="no room"):
+                method([0, 1], [3, 1], copy=copy)
+            assert state(table) == before
+        assert asked == [[[1, 3]], [[1, 3]]]
+    assert table.append([0, 1], [3, 1], copy=asked.append).tolist() == ([[1, 3]] if shared else [])
+    assert len(asked) == (3 if shared else 0)
+
+
+@pytest.mark.parametrize("sizes", [{"pad_seqs": 5}, {"pad_tokens": 81}], ids=str)
+def test_padding_past_all_that_there_is(sizes):
+    table = table_with(3)
+    before = state(table)
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))}: expected at most"):
+        table.step([0], 1, **sizes)
+    assert state(table) == before
+
+
+@pytest.mark.parametrize("prefix", [[0.7], [True], [2**40], ["a"]], ids=str)
+def test_prefixes_that_are_no_blocks(prefix):
+    table = table_with(8)
+    before = state(table)
+    with pytest.raises((TypeError, IndexError), match="block_ids: expected"):
+        table.add(prefix)
+    assert state(table) == before
+
+
+@pytest.mark.parametrize("to", [4, -1, 1.0, [2]], ids=str)
+def test_moves_to_what_is_no_row(to):
+    table = table_with(3)
+    before = state(table)
+    with pytest.raises((ValueError, TypeError), match="to: expected"):
+        table.move(0, to)
+    assert state(table) == before
+
+
+def test_rows_of_more_tokens_than_int32_holds():
+    with pytest.raises(ValueError, match="max_blocks: expected rows of at most 2147483647 tokens"):
+        BlockTable(2, 4, 2**30, BlockPool(4))
+
+
+def test_many_rows_at_once():
+    table = table_with(9, 5, 7, 2)
+    table.drop_outside_window([0, 2], 2)
+    child_blocks = table.pool.num_used
+    assert child_blocks == 3 + 2 + 2 + 1 - 2 - 1
+    table.free([3, 0, 2])
+    assert (table.rows.tolist(), table.pool.num_used) == ([1], 2)
+    assert (table.block_table[[0, 2, 3]] == -1).all()
+    assert [table.add() for _ in range(3)] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("table", "lens", "block_size", "error"),
+    [
+        ([[0.0]], [1], 4, TypeError),
+        ([[True]], [1], 4, TypeError),
+        ([[0]], [1.0], 4, TypeError),
+        ([[2**40]], [1], 4, ValueError),
+        ([[-1]], [1], 4, ValueError),
+        ([[0]], [1], 2.5, TypeError),
+        ([[0]], [1], 0, ValueError),
+    ],
+    ids=str,
+)
+def test_tables_of_other_kinds(table, lens, block_size, error):
+    with pytest.raises(error, match=r"(block_table|seq_lens|block_size): expected"):
+        block_table_to_csr(np.array(table), np.array(lens), block_size)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"indptr": np.array([0.0, 1.0])}, TypeError),
+        ({"indptr": np.array([0, 2, 1], np.uint64)}, TypeError),
+        ({"indices": np.array([[0]])}, TypeError),
+        ({"indices": np.array([2**40])}, ValueError),
+        ({"indices": np.array([-1])}, ValueError),
+        ({"last_page_len": np.array([True])}, TypeError),
+        ({"block_size": 4.5}, TypeError),
+        ({"indptr": np.array([0, 2]), "indices": np.array([0, 1]), "block_size": 2**31 - 1}, ValueError),
+    ],
+    ids=str,
+)
+def test_csr_arrays_of_other_kinds(change, error):
+    given = {"indptr": np.array([0, 1]), "indices": np.array([0]), "last_page_len": np.array([1]), "block_size": 4}
+    with pytest.raises(error, match=r"(indptr|indices|last_page_len|block_size): expected"):
+        csr_to_block_table(**given | change)

@@ -137,6 +137,7 @@ def test_a_padded_batch(place, rng):
         side[...] = np.nan
     seq = cache.add()
     batch = cache.step([seq], 3, pad_seqs=4, pad_tokens=7)
+    assert (batch.host.slot_mapping.size, batch.host.seq_lens.size) == (7, 4)
     key, value = (rows_for(rng, cache, 7) for _ in range(2))
     cache.write(0, place.put(key), place.put(value), batch)
     assert np.isfinite(place.get(cache[0].k)).sum() == 3 * NUM_KV_HEADS * HEAD_SIZE
@@ -314,15 +315,17 @@ def test_the_last_step_comes_before_the_next(rng):
     assert cache.step([seq]).token_ids.tolist() == [5]
 
 
-@pytest.mark.parametrize("change", ["truncate", "free", "reuse", "go on"])
+@pytest.mark.parametrize("change", ["truncate", "free", "reuse", "go on", "window"])
 def test_a_batch_of_the_past(rng, change):
     """Its slots may belong to others by now."""
     place, cache = make_backend("numpy"), make()
-    seq = cache.add(range(9))
-    batch = cache.step([seq], 4)
+    seq = cache.add(range(20))
+    batch = cache.step([seq], 12)
     sides = written(rng, place, cache, batch)
     if change == "truncate":
         cache.truncate(seq, 3)
+    elif change == "window":
+        assert cache.drop_outside_window(seq, 2) == 1
     elif change == "go on":
         written(rng, place, cache, cache.step([seq]))
     else:
@@ -333,8 +336,109 @@ def test_a_batch_of_the_past(rng, change):
     with pytest.raises(ValueError, match="batch: expected the last step of its sequences"):
         cache.write(0, *sides[0], batch)
     with pytest.raises(ValueError, match="batch: expected the last step of its sequences"):
-        cache.attend(0, rows_for(rng, cache, 4, NUM_HEADS), batch)
+        cache.attend(0, rows_for(rng, cache, 12, NUM_HEADS), batch, window_size=(1, 0))
     np.testing.assert_array_equal(cache[0].k, key)
+
+
+def test_a_batch_that_has_been_written():
+    """Its blocks may be shared by now."""
+    rng, place, cache = np.random.default_rng(0), make_backend("numpy"), make()
+    seq = cache.add(range(9))
+    batch = cache.step([seq])
+    sides = written(rng, place, cache, batch)
+    cache.fork(seq)
+    with pytest.raises(ValueError, match="batch: expected one that is to be written, got one written in all layers"):
+        cache.write(0, *sides[0], batch)
+    cache.attend(0, rows_for(rng, cache, 9, NUM_HEADS), batch)
+
+
+def test_a_batch_of_another_cache(rng):
+    """Such as that of a draft model beside its target."""
+    place, one, other = make_backend("numpy"), make(), make(block_order=range(11, -1, -1))
+    batches = [cache.step([cache.add(range(9))]) for cache in (one, other)]
+    with pytest.raises(ValueError, match="batch: expected the last step of its sequences"):
+        written(rng, place, one, batches[1])
+    assert one.num_tokens(one.add(range(9))) == 0
+    written(rng, place, one, batches[0])
+
+
+def test_an_array_of_sequences_that_is_used_again(rng):
+    place, cache = make_backend("numpy"), make()
+    numbers = np.array([cache.add([1] * 8), cache.add([2] * 8)])
+    batch = cache.step(numbers)
+    numbers[:] = numbers[::-1].copy()
+    written(rng, place, cache, batch)
+    hits = [cache.table.blocks(cache.add([token] * 9))[0] for token in (1, 2)]
+    assert hits == [cache.table.blocks(seq)[0] for seq in (0, 1)]
+
+
+def test_a_copy_that_fails_changes_nothing(rng, monkeypatch):
+    place, cache = make_backend("numpy"), make()
+    seq, _ = add_written(rng, place, cache, range(11))
+    child = cache.fork(seq)
+    cache.extend(child, [50])
+    before = (cache.table.block_table.tolist(), cache.table.seq_lens.tolist(), cache.pool.ref_counts.tolist())
+
+    def fail(caches, mapping):
+        assert len(caches) == 2 * NUM_LAYERS
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pagedkv.cache.copy_blocks", fail)
+        with pytest.raises(MemoryError, match="no room"):
+            cache.step([child])
+    assert before == (cache.table.block_table.tolist(), cache.table.seq_lens.tolist(), cache.pool.ref_counts.tolist())
+    assert cache.step([child]).host.copies.tolist() == [[1, 2]]
+
+
+def test_what_a_window_has_given_back_is_not_read(rng):
+    """A kernel would follow the table's -1."""
+    place, cache = make_backend("numpy"), make()
+    seq, _ = add_written(rng, place, cache, range(30))
+    other, _ = add_written(rng, place, cache, range(50, 53))
+    cache.drop_outside_window(seq, 10)
+    for one in (seq, other):
+        cache.extend(one, [7])
+    with pytest.raises(ValueError, match="seq: expected a sequence with all its blocks, got sequence 0"):
+        cache.gather(0, seq)
+    batch = cache.step([other, seq])
+    written(rng, place, cache, batch)
+    query = rows_for(rng, cache, 2, NUM_HEADS)
+    for window_size in ((-1, -1), (15, 0)):
+        with pytest.raises(ValueError, match="window_size: expected one that sees what is left of sequence 0, got"):
+            cache.attend(0, query, batch, window_size=window_size)
+    for window_size in ((14, 0), (9, 0)):  # tokens 16 to 30 are left
+        assert np.isfinite(cache.attend(0, query, batch, window_size=window_size)).all()
+
+
+@pytest.mark.parametrize("layer", [2, -3, slice(0, 1), 0.0], ids=str)
+def test_layers_that_there_are_not(rng, layer):
+    cache = make()
+    batch = cache.step([cache.add()], 1)
+    with pytest.raises((IndexError, TypeError), match=r"layer: expected from 0 to 1|cannot be interpreted"):
+        cache.write(layer, *(rows_for(rng, cache, 1) for _ in range(2)), batch)
+    written(rng, make_backend("numpy"), cache, batch)
+
+
+def test_one_token_for_each(rng):
+    place, cache = make_backend("numpy"), make(max_seq_len=16)
+    seqs = [add_written(rng, place, cache, tokens)[0] for tokens in (range(7), [], range(15))]
+    cache.extend_each(seqs[::-1], [30, 31, 32])
+    assert [cache.token_ids(seq)[-1] for seq in seqs] == [32, 31, 30]
+    batch = cache.step(seqs)
+    assert batch.token_ids.tolist() == [32, 31, 30]
+    written(rng, place, cache, batch)
+    assert cache.num_tokens(cache.add([*range(7), 32, 0])) == 8
+    for rows, tokens, error in (
+        (seqs, [1, 2], "token_ids: expected 3, one for each sequence, got 2"),
+        (seqs, [1, 2, 3], "token_ids: expected at most 16 tokens in a sequence, got 17"),
+        ([seqs[0], cache.add()], [1, 2], "seq: expected a sequence with token ids"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            cache.extend_each(rows, tokens)
+    with pytest.raises(TypeError, match="token_ids: expected signed integers"):
+        cache.extend_each(seqs, [1.0, 2.0, 3.0])
+    assert [cache.num_pending(seq) for seq in seqs] == [0, 0, 0]
 
 
 def test_more_tokens_than_are_pending():
@@ -394,6 +498,134 @@ def test_truncation_to_more_than_there_is():
         cache.truncate(seq, 6)
     cache.truncate(seq, 2)
     assert cache.token_ids(seq).tolist() == [0, 1]
+
+
+def test_a_batch_of_which_one_sequence_has_gone_on(rng):
+    cache = make()
+    first, second, third = cache.add(range(9)), cache.add(range(20, 29)), cache.add(range(3))
+    batch = cache.step([first, second])
+    cache.truncate(second, 0)
+    key = cache[0].k.copy()
+    with pytest.raises(ValueError, match=r"batch: expected the last step of its sequences, got one that 1 has left"):
+        cache.write(0, *(rows_for(rng, cache, 18) for _ in range(2)), batch)
+    np.testing.assert_array_equal(cache[0].k, key)
+    with pytest.raises(ValueError, match="whose last step is written, got sequence 0"):
+        cache.step([third, first], 0)
+
+
+def test_a_step_of_no_tokens_that_is_undone(rng):
+    place, cache = make_backend("numpy"), make()
+    seq, _ = add_written(rng, place, cache, range(5))
+    batch = cache.step([seq], 0)
+    cache.truncate(seq, 5)
+    with pytest.raises(ValueError, match="batch: expected the last step of its sequences"):
+        cache.write(0, *(rows_for(rng, cache, 0) for _ in range(2)), batch)
+    assert cache.step([seq], 0).token_ids.tolist() == []
+
+
+def test_a_number_that_is_given_again_knows_nothing_of_before():
+    cache = make()
+    seq = cache.add(range(9))
+    cache.step([seq])
+    cache.free(seq)
+    again = cache.add()
+    assert again == seq
+    with pytest.raises(ValueError, match="added without"):
+        cache.num_pending(again)
+    assert cache.step([again], 2).host.num_tokens == 2
+
+
+def test_no_sequences_at_all():
+    batch = make().step([])
+    assert (batch.token_ids.tolist(), batch.last_tokens.tolist()) == ([], [])
+
+
+def test_last_tokens_of_a_padded_batch():
+    cache = make()
+    batch = cache.step([cache.add(), cache.add()], [3, 2], pad_seqs=4, pad_tokens=8)
+    assert batch.last_tokens.tolist() == [2, 4]
+
+
+OPTIONS = {
+    "scale": 0.7,
+    "window_size": (5, 0),
+    "softcap": 3.0,
+    "alibi_slopes": np.array([0.1, 0.2, 0.3, 0.4], np.float32),
+    "sinks": np.array([0.5, 0.1, 1.0, 2.0], np.float32),
+}
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
+def test_options_of_a_read(rng, layout):
+    """All at once as the op itself takes them; and each of them, left out, is missed."""
+    place, cache = make_backend("numpy"), make(layout=layout)
+    seqs = [cache.add(), cache.add()]
+    written(rng, place, cache, cache.step(seqs, [11, 3]))
+    batch = cache.step(seqs, 1)
+    written(rng, place, cache, batch)
+    query = rows_for(rng, cache, 2, NUM_HEADS)
+    table, lens = cache.table.block_table[seqs], batch.host.seq_lens
+    if layout == "packed":
+        expected, expected_lse = oracle.paged_attention(query, *cache[1], table, lens, **OPTIONS)
+    else:
+        names = {"scale": "softmax_scale", "sinks": "s_aux"}
+        options = {names.get(name, name): value for name, value in OPTIONS.items()}
+        options |= {"cu_seqlens_q": batch.host.query_start_loc, "causal": True, "layout": layout}
+        expected, expected_lse = oracle.varlen_attention(query, *cache[1], seqused_k=lens, block_table=table, **options)
+    out, lse_out = np.empty_like(query), np.empty((NUM_HEADS, 2), np.float32)
+    got, lse = cache.attend(1, query, batch, **OPTIONS, out=out, lse_out=lse_out, return_lse=True)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse_out, expected_lse, rtol=1e-5, atol=1e-5)
+    assert got is out or np.shares_memory(got, out)
+    assert np.shares_memory(lse, lse_out)
+    for name in OPTIONS:
+        others = {other: value for other, value in OPTIONS.items() if other != name}
+        assert not np.allclose(cache.attend(1, query, batch, **others), expected, rtol=1e-4, atol=1e-4), name
+
+
+@pytest.mark.parametrize("layout", ["NHD", "packed"])
+def test_workspace_and_splits_reach_the_op(rng, layout, monkeypatch):
+    cache = make(layout=layout)
+    seqs = [cache.add(), cache.add()]
+    batch = cache.step(seqs, 1)
+    written(rng, make_backend("numpy"), cache, batch)
+    given, workspace = {}, np.empty(8, np.uint8)
+    name = "paged_attention" if layout == "packed" else "flash_attn_varlen_func"
+    monkeypatch.setattr(f"pagedkv.cache.{name}", lambda *arrays, **options: given.update(options))
+    cache.attend(0, rows_for(rng, cache, 2, NUM_HEADS), batch, workspace=workspace)
+    assert given["workspace"] is workspace
+    if layout == "packed":
+        monkeypatch.setattr("pagedkv.cache.paged_attention_v1", lambda *arrays, **options: given.update(op="v1"))
+        cache.attend(0, rows_for(rng, cache, 2, NUM_HEADS), batch, num_splits=1)
+        assert given["op"] == "v1"
+    else:
+        assert given["max_seqlen_q"] == 1
+        cache.attend(0, rows_for(rng, cache, 2, NUM_HEADS), batch, num_splits=3)
+        assert given["num_splits"] == 3
+
+
+def test_as_many_new_tokens_as_sequences_but_not_one_each(rng):
+    """Of two sequences the one takes two, the other none: no decode step."""
+    cache = make(layout="packed")
+    batch = cache.step([cache.add(), cache.add()], [2, 0])
+    written(rng, make_backend("numpy"), cache, batch)
+    with pytest.raises(NotImplementedError, match="layout: expected 'NHD' or 'HND'"):
+        cache.attend(0, rows_for(rng, cache, 2, NUM_HEADS), batch)
+    batch = cache.step([0, 1], [1, 0])
+    written(rng, make_backend("numpy"), cache, batch)
+    with pytest.raises(NotImplementedError, match="layout: expected 'NHD' or 'HND'"):
+        cache.attend(0, rows_for(rng, cache, 1, NUM_HEADS), batch)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_values_gathered_from_fp8_have_their_own_scale(rng, dtype):
+    place = make_backend("numpy")
+    cache = make(dtype=dtype, kv_cache_dtype="fp8", k_scale=0.5, v_scale=2.0)
+    seq = cache.add()
+    sides = written(rng, place, cache, cache.step([seq], 9))
+    for got, wrote in zip(cache.gather(1, seq), sides[1], strict=True):
+        assert got.dtype.name == dtype
+        np.testing.assert_allclose(got.astype(float), wrote.astype(float), rtol=0.07, atol=0.02)
 
 
 # ---- what it is -----------------------------------------------------------------------------------------------------
@@ -478,6 +710,10 @@ def test_an_order_of_blocks():
         ({"block_size": 0}, ValueError, "block_size: expected at least 1"),
         ({"device": "tpu"}, ValueError, "device: expected 'cpu', 'cuda', 'cuda:N' or a number, got 'tpu'"),
         ({"device": True}, ValueError, "device: expected"),
+        ({"k_scale": -1.0}, ValueError, "k_scale: expected a positive number"),
+        ({"v_scale": np.ones(3, np.float32)}, ValueError, "v_scale: expected a number or shape"),
+        ({"k_scale": np.ones(2, np.float32)}, ValueError, "v_scale: expected a scale per head like k_scale"),
+        ({"k_scale": np.ones(1)}, TypeError, "k_scale: expected float32"),
         ({"max_seqs": 0}, ValueError, "max_seqs: expected at least 1"),
         ({"max_seq_len": 0}, ValueError, "max_seq_len: expected at least 1"),
         ({"block_order": [0]}, ValueError, "order: expected each number below 12 once"),
