@@ -14,10 +14,10 @@
 
 namespace pagedkv {
 
-// Features that are loaded one by one are many loads already.
-inline constexpr int TOKENS_IN_FLIGHT = 4, SPREAD_TOKENS_IN_FLIGHT = 2;
+// Of tokens whose features are loaded or stored one by one: these are many accesses already.
+inline constexpr int SPREAD_TOKENS_IN_FLIGHT = 2;
 
-template <class scalar_t, class cache_t, int VEC, int TOKEN_LANES, int THREADS>
+template <class scalar_t, class cache_t, int VEC, int TOKEN_LANES, int TOKENS_IN_FLIGHT, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     gather_cache(const cache_t* __restrict__ key_cache,    // NHD, HND or packed blocks: strides tell
                  const cache_t* __restrict__ value_cache,  // of the same layout
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS)
         params.tile, converter_of);
 }
 
-template <int ELEMENT_BYTES, int VEC, int TOKEN_LANES, bool TO_PACKED, int THREADS>
+template <int ELEMENT_BYTES, int VEC, int TOKEN_LANES, bool TO_PACKED, int TOKENS_IN_FLIGHT, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     convert_layout(const typename Word<ELEMENT_BYTES>::type* __restrict__ key_cache,    // blocks of one layout
                    const typename Word<ELEMENT_BYTES>::type* __restrict__ value_cache,  // of the same

@@ -29,8 +29,8 @@ __device__ __forceinline__ void move_part(byte_t* target, const byte_t* source, 
 
 // A CTA takes one part of a block of one cache at a time. No target of the launch is a source of another of its pairs,
 // so that the order of CTAs does not matter. Where one end lies behind a link that a few CTAs fill, these go round.
-template <int PACK_BYTES, int PACKS_IN_FLIGHT>
-__global__ void __launch_bounds__(128)
+template <int PACK_BYTES, int PACKS_IN_FLIGHT, int THREADS>
+__global__ void __launch_bounds__(THREADS)
     move_blocks(const BlockAddresses* __restrict__ caches,  // [num_caches]
                 const int64_t* __restrict__ mapping,        // [num_pairs, 2] source, destination
                 const __grid_constant__ BlockMoveParams params) {

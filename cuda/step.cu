@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(THREADS)
 
     const SlotPosition at = locate(position, params.block_size);
     const bool has_room = at.block < params.max_blocks;
-    const int32_t block = has_room ? block_table[sequence * params.table_stride + at.block * params.table_step] : -1;
-    slot_mapping[place] = block < 0 ? -1 : block * int64_t{params.block_size.divisor} + at.offset;
+    const int32_t block_id = has_room ? block_table[sequence * params.table_stride + at.block * params.table_step] : -1;
+    slot_mapping[place] = block_id < 0 ? -1 : block_id * int64_t{params.block_size.divisor} + at.offset;
     if (positions != nullptr) positions[place] = position;
     if (has_room) seq_lens[sequence] = position + 1;
   }

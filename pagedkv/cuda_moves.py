@@ -14,7 +14,7 @@ from .cuda_replay import LaunchReplay
 from .cuda_streams import on_host, stream_of
 from .dtypes import INT64
 from .launch import element_of
-from .move_tables import captured_table, keep_table
+from .move_tables import Key, captured_table, keep_table
 from .moves_plan import MoveGroup, MoveStep, places_of, plan_groups, plan_move
 from .problem import BlockMove
 
@@ -25,10 +25,11 @@ def move_blocks(problem: BlockMove, stream: Any) -> None:
     groups = plan_groups(places, problem.touches_host)
     with cupy.cuda.Device(device):
         if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
-            return _capture_move(problem, stream, groups, (device, places))
-        keep_table((device, places), groups)
+            _capture_move(problem, stream, groups, (device, places))
+            return
         pairs, temporary = _pairs_on_host(problem.mapping), []
         indices.check_pairs(problem, pairs)
+        keep_table((device, places), groups)
 
         def allocate(nbytes: int) -> int:
             with stream:
@@ -36,7 +37,6 @@ def move_blocks(problem: BlockMove, stream: Any) -> None:
             return temporary[-1].data.ptr
 
         _launch_steps(plan_move(problem, groups, pairs, allocate), device, stream)
-    return None
 
 
 def _pairs_on_host(mapping: ArrayView) -> np.ndarray:
@@ -44,7 +44,8 @@ def _pairs_on_host(mapping: ArrayView) -> np.ndarray:
         return mapping.numpy().astype(np.int64, copy=False)
     if mapping.shape[0] == 0:
         return np.empty((0, 2), np.int64)
-    return on_host(mapping, "mapping", stream_of(mapping.framework, mapping.device)).astype(np.int64)
+    stream = stream_of(mapping.framework, mapping.device)
+    return on_host(mapping, "mapping", stream, "one on a device is read back").astype(np.int64)
 
 
 def _launch_steps(steps: list[MoveStep], device: int, stream: Any) -> None:
@@ -64,9 +65,7 @@ def _launch_steps(steps: list[MoveStep], device: int, stream: Any) -> None:
             LaunchReplay(group.launch(len(step.pairs)), "cupy", device)([next(addresses), mapping], stream)
 
 
-def _capture_move(
-    problem: BlockMove, stream: Any, groups: Sequence[MoveGroup], key: tuple[int, tuple[Any, ...]]
-) -> None:
+def _capture_move(problem: BlockMove, stream: Any, groups: Sequence[MoveGroup], key: Key) -> None:
     mapping, expected = problem.mapping, f"int64 on {device_name(key[0])} under graph capture"
     if mapping.on_host or mapping.dtype != INT64:
         raise TypeError(wrong("mapping", expected, "one on the host" if mapping.on_host else mapping.dtype.name))
@@ -81,7 +80,7 @@ def _capture_move(
 
 
 def check_reachable(array: ArrayView, name: str) -> None:
-    """ValueError for host memory that a device cannot address, wherever in the array it is."""
+    """ValueError for host memory of which a device cannot address the first or the last byte."""
     if not array.on_host or 0 in array.shape:
         return
     reach = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]

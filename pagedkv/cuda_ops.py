@@ -103,11 +103,11 @@ def _read(
     stream = stream_of(problem.query.framework, device)
     with cupy.cuda.Device(device):
         given = {field: getattr(problem, field) for field in names}
-        indices_as = {field: as_dtype(INT32, array, names[field], stream) for field, array in given.items()}
-        if is_checked():
-            held = [on_host(array, names[field], stream) for field, array in indices_as.items()]
+        if is_checked():  # before wide indices are cut to what might be legal
+            held = [on_host(array, names[field], stream) for field, array in given.items()]
             indices.check_scales(problem.cache, lambda scale: on_host(scale, "k_scale and v_scale", stream))
             indices.check_attention(problem, *held)
+        indices_as = {field: as_dtype(INT32, array, names[field], stream) for field, array in given.items()}
         converted = replace(problem, **indices_as)
         replay = ReadReplay(plan(converted, _num_sms(device)), converted)
     arrays = [*arrays_of(converted), converted.workspace]
@@ -132,19 +132,17 @@ def merge_attn_states(problem: MergeStates) -> Replay | None:
 
 def gather_cache(problem: GatherCache) -> Replay | None:
     """One launch of the kernel of the same name; returns how to repeat it."""
-    if problem.num_seqs == 0:
-        return None
     like, device = problem.cache.key, problem.cache.key.device
     stream = stream_of(like.framework, device)
     with cupy.cuda.Device(device):
         given = {name: getattr(problem, name) for name in ("block_table", "cu_seq_lens", "seq_starts")}
-        indices_as = {name: array and as_dtype(INT32, array, name, stream) for name, array in given.items()}
-        if is_checked():
-            held = [array and on_host(array, name, stream) for name, array in indices_as.items()]
+        if is_checked():  # before wide indices are cut to what might be legal
+            held = [array and on_host(array, name, stream) for name, array in given.items()]
             indices.check_scales(problem.cache, lambda scale: on_host(scale, "k_scale and v_scale", stream))
             indices.check_gather(problem, *held)
-        if problem.num_rows == 0:
+        if problem.num_rows == 0 or problem.num_seqs == 0:
             return None
+        indices_as = {name: array and as_dtype(INT32, array, name, stream) for name, array in given.items()}
         converted = replace(problem, **indices_as)
         replay = PairReplay(plan_gather(converted), like, problem.key_out, problem.value_out)
     replay([0 if array is None else array.pointer for array in gather_arrays(converted)])
@@ -196,6 +194,6 @@ def swap_blocks(problem: BlockMove) -> None:
     """One launch of ``move_blocks`` for each form of blocks, on the caller's stream."""
     for name, array in (*problem.sources.items(), *problem.targets.items()):
         check_reachable(array, name)
-    reference = problem.reference
-    given = problem.stream is not None
-    move_blocks(problem, given_stream(problem.stream) if given else stream_of(reference.framework, reference.device))
+    framework, device = problem.reference.framework, problem.reference.device
+    stream = stream_of(framework, device) if problem.stream is None else given_stream(problem.stream, device)
+    move_blocks(problem, stream)

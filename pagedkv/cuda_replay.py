@@ -31,12 +31,12 @@ class LaunchReplay:
     def __call__(self, pointers: Pointers, stream: Any = None) -> None:
         if cupy.cuda.runtime.getDevice() != self.device:
             with cupy.cuda.Device(self.device):
-                return self(pointers, stream)
+                self(pointers, stream)
+            return
         # None is CuPy's own current stream, which the launch finds faster than we do.
         if stream is None and self.framework != "cupy":
             stream = stream_of(self.framework, self.device)
         self.kernel(self.grid, self.threads, (*pointers, self.params), self.shared_bytes, stream)
-        return None
 
 
 class ReadReplay:

@@ -23,8 +23,12 @@ class _ForeignStream:
 
 
 @cache
-def _foreign_stream(pointer: int) -> Any:
-    return cupy.cuda.Stream.from_external(_ForeignStream(pointer)) if pointer else cupy.cuda.Stream.null
+def _foreign_stream(pointer: int, device: int) -> Any:
+    # Never let go: a stream of CuPy destroys what it holds when it goes, and this one's owner is another framework.
+    if pointer == 0:
+        return cupy.cuda.Stream.null
+    with cupy.cuda.Device(device):  # which CuPy takes for the stream's own, and asks for wherever it becomes current
+        return cupy.cuda.Stream.from_external(_ForeignStream(pointer))
 
 
 @cache
@@ -39,17 +43,17 @@ def _torch_stream() -> Callable[[int], int]:
 def stream_of(framework: str, device: int) -> Any:
     """The stream on which a framework works now on a device."""
     if framework == "torch":
-        return _foreign_stream(_torch_stream()(device))
+        return _foreign_stream(_torch_stream()(device), device)
     return cupy.cuda.get_current_stream(device)
 
 
-def given_stream(stream: Any) -> Any:
-    """A stream of any framework as one of CuPy."""
+def given_stream(stream: Any, device: int) -> Any:
+    """A device's stream of any framework as one of CuPy."""
     if hasattr(stream, "__cuda_stream__"):
-        return _foreign_stream(stream.__cuda_stream__()[1])
+        return _foreign_stream(stream.__cuda_stream__()[1], device)
     for name in ("ptr", "cuda_stream"):
         if isinstance(getattr(stream, name, None), int):
-            return _foreign_stream(getattr(stream, name))
+            return _foreign_stream(getattr(stream, name), device)
     raise TypeError(wrong("stream", "a CUDA stream or None", type(stream).__name__))
 
 
@@ -74,9 +78,9 @@ def as_dtype(dtype: np.dtype, array: ArrayView, name: str, stream: Any) -> Array
         return view(as_cupy(array).astype(dtype), name)
 
 
-def on_host(array: ArrayView, name: str, stream: Any) -> np.ndarray:
-    """A copy on the host, which waits for the stream; RuntimeError under capture."""
+def on_host(array: ArrayView, name: str, stream: Any, reason: str = "checked() reads the device") -> np.ndarray:
+    """A copy on the host, which waits for the stream; RuntimeError, with the reason for the copy, under capture."""
     if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
-        raise RuntimeError(f"{name}: checked() reads the device, which graph capture does not allow")
+        raise RuntimeError(f"{name}: {reason}, which graph capture does not allow")
     with stream:
         return as_cupy(array).get()

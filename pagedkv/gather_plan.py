@@ -29,7 +29,7 @@ Strides = tuple[int, int, int, int]  # of blocks, tokens, heads and packs
 def plan_gather(problem: GatherCache) -> Launch:
     """A CTA for some rows and heads."""
     instance, sizes = gather_instance(problem), problem.cache.shape
-    *_, vec, token_lanes, _ = instance.arguments
+    _, _, vec, token_lanes, *_ = instance.arguments
     tile, grid = _tile(sizes, problem.num_rows, problem.key_out.dtype, vec, token_lanes, "key_out")
     table, starts = problem.block_table, problem.seq_starts
     for array, name in ((table, "block_table"), (problem.cu_seq_lens, "cu_seq_lens"), (starts, "seq_starts")):
@@ -56,7 +56,8 @@ def gather_instance(problem: GatherCache) -> Instance:
 def gather_instance_for(dtype: np.dtype, kv_format: np.dtype, vec: int, *, is_packed: bool) -> Instance:
     """The gather that moves ``vec`` elements at once."""
     lanes = _token_lanes(kv_format) if is_packed else 1
-    return Instance("gather.cu", "gather_cache", (CUDA_NAMES[dtype], CUDA_NAMES[kv_format], vec, lanes, THREADS))
+    arguments = (CUDA_NAMES[dtype], CUDA_NAMES[kv_format], vec, lanes, TOKENS_IN_FLIGHT, THREADS)
+    return Instance("gather.cu", "gather_cache", arguments)
 
 
 def gather_arrays(problem: GatherCache) -> list[ArrayView | None]:
@@ -103,7 +104,8 @@ def convert_instance_for(dtype: np.dtype, vec: int, from_packed: bool, to_packed
     """The conversion that moves ``vec`` elements at once. Within packed blocks nothing is turned round."""
     turns = from_packed != to_packed
     to_packed = str(turns and to_packed).lower()
-    arguments = (dtype.itemsize, vec, _token_lanes(dtype) if turns else 1, to_packed, THREADS)
+    lanes = _token_lanes(dtype) if turns else 1
+    arguments = (dtype.itemsize, vec, lanes, to_packed, TOKENS_IN_FLIGHT, THREADS)
     return Instance("gather.cu", "convert_layout", arguments)
 
 

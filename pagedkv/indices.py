@@ -51,9 +51,9 @@ def check_lengths(problem: Attention, seq_lens: np.ndarray) -> None:
 def check_starts(problem: Attention, starts: np.ndarray) -> None:
     """ValueError unless the starts rise from 0 to at most the rows of the query, no step beyond the hint."""
     name, num_tokens = "cu_seqlens_q", problem.query.shape[0]
-    counts = np.diff(starts.astype(np.int64))  # narrow integers would wrap
-    if starts[0] != 0 or (counts < 0).any():
+    if starts[0] != 0 or (starts[1:] < starts[:-1]).any():  # no differences, which might wrap
         raise ValueError(wrong(name, "starts that rise from 0", starts.tolist() if starts.size < 9 else "others"))
+    counts = np.diff(starts.astype(np.int64))
     if starts[-1] > num_tokens:
         raise ValueError(wrong(name, f"at most {num_tokens}, the rows of q", int(starts[-1])))
     if problem.max_query_len is not None and counts.size and counts.max() > problem.max_query_len:
@@ -104,13 +104,12 @@ def check_attention(
 
 def check_row_starts(row_starts: np.ndarray, num_rows: int | None = None) -> np.ndarray:
     """How many rows each sequence has, int64. ValueError unless the starts rise from 0, to at most ``num_rows``."""
-    counts = np.diff(row_starts.astype(np.int64))  # narrow integers would wrap
-    if row_starts[0] != 0 or (counts < 0).any():
+    if row_starts[0] != 0 or (row_starts[1:] < row_starts[:-1]).any():  # no differences, which might wrap
         given = row_starts.tolist() if row_starts.size < 9 else "others"
         raise ValueError(wrong("cu_seq_lens", "starts that rise from 0", given))
     if num_rows is not None and row_starts[-1] > num_rows:
         raise ValueError(wrong("cu_seq_lens", f"at most {num_rows}, the rows of the output", int(row_starts[-1])))
-    return counts
+    return np.diff(row_starts.astype(np.int64))
 
 
 def check_gather(
@@ -123,10 +122,11 @@ def check_gather(
     first = np.zeros(counts.size, np.int64) if seq_starts is None else seq_starts.astype(np.int64)
     if first[live].min(initial=0) < 0:
         raise ValueError(wrong("seq_starts", "starts of at least 0", int(first[live].min())))
-    capacity, last = block_table.shape[1] * block_size, int((first + counts)[live].max(initial=0))
-    if last > capacity:
+    capacity = block_table.shape[1] * block_size
+    beyond = live[counts[live] > capacity - first[live]]  # no sum, which might wrap
+    if beyond.size:
         expected = f"ranges that end by token {capacity}, what a row of the block table holds"
-        raise IndexError(wrong("cu_seq_lens", expected, last))
+        raise IndexError(wrong("cu_seq_lens", expected, int(first[beyond[0]]) + int(counts[beyond[0]])))
     sequence = np.repeat(np.arange(counts.size), counts)
     token = np.arange(sequence.size) + (first - row_starts[:-1])[sequence]
     block, offset = np.divmod(token, block_size)

@@ -14,12 +14,16 @@ def copy_blocks(caches: Any, mapping: Any) -> None:
     mapping: ``[num_pairs, 2]``, signed integers: pairs (source, destination), in a list or an array on the host or the
         caches' device. A source may have several destinations; (a, a) changes nothing.
 
+    Runs on the current stream of the first cache's framework. Sources that another pair writes go through a temporary,
+    one kind of blocks after the other: it has room for these sources in all caches whose blocks are alike.
+
     Raises, before anything is written, ValueError (shape, a destination named twice, read-only cache), IndexError (a
-    block outside the caches) or TypeError (dtype, mixed devices, JAX cache). A mapping on a device is read back, which
-    synchronises. Under graph capture it is taken on trust instead: it must be int64 on the device (TypeError) and
-    is read at every replay, no destination may be the source of another pair, and a call outside capture, be it
-    with an empty mapping, must have had the same caches (RuntimeError). Not checked: whether caches overlap, each other
-    or within themselves. The op is vLLM's removed ``copy_blocks``.
+    block outside the caches), TypeError (dtype, mixed devices, JAX cache) or MemoryError (the temporary). A mapping on
+    a device is read back, which synchronises. Under graph capture it is taken on trust instead: it must be int64 on the
+    device (TypeError) and is read at every replay, no destination may be the source of another pair, and a call outside
+    capture, be it with an empty mapping, must have had the same caches (RuntimeError). A cache that is named twice is
+    copied once; not checked: whether caches overlap otherwise, each other or within themselves. The op is vLLM's
+    removed ``copy_blocks``.
 
     >>> copy_blocks([key_cache, value_cache], [(7, 12), (3, 13)])
     >>> copy_blocks({"layer_0": caches_0, "layer_1": caches_1}, numpy.array([(1, 2), (2, 1)]))  # exchanged
@@ -40,9 +44,10 @@ def swap_blocks(src: Any, dst: Any, mapping: Any, stream: Any = None) -> None:
     stream: where the copy runs: a stream of CuPy, torch or anything with ``__cuda_stream__``; None for the current one
         of the device array's framework. The NumPy and PTX backends have none and ignore it.
 
-    Returns without waiting for the copy. Until the stream has done it, the caller keeps both sides alive and changes
-    neither; the host sees what was copied once it has synchronised with the stream. A kernel reads and writes host
-    memory through the link, so that many small blocks go as fast as few large ones.
+    Returns without waiting for the copy. What is still being made on another stream must be waited for by the caller.
+    Until the stream has done the copy, the caller keeps both sides alive and changes neither; the host sees what was
+    copied once it has synchronised with the stream. A kernel reads and writes host memory through the link, so that
+    many small blocks go as fast as few large ones.
 
     Raises what ``copy_blocks`` raises, under capture too, and ValueError for sides of the same memory and for host
     memory that is not pinned. A mapping on a device is read back, in the current stream of its framework. Not checked:

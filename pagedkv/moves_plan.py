@@ -88,7 +88,7 @@ def move_instance(move: BlockMove) -> Instance:
 
 def move_instance_for(pack_bytes: int) -> Instance:
     """The kernel that moves ``pack_bytes`` at once."""
-    return Instance("moves.cu", "move_blocks", (pack_bytes, PACKS_IN_FLIGHT))
+    return Instance("moves.cu", "move_blocks", (pack_bytes, PACKS_IN_FLIGHT, THREADS))
 
 
 # ---- which blocks ---------------------------------------------------------------------------------------------------
@@ -113,34 +113,26 @@ def _copy(groups: Sequence[MoveGroup], pairs: np.ndarray, allocate: Callable[[in
     endangered = np.isin(pairs[:, 0], pairs[:, 1])
     if not endangered.any():
         return [MoveStep(groups, pairs)]
-    sources, slots = np.unique(pairs[endangered, 0], return_inverse=True)
-    into, out_of = _staged(groups, len(sources), allocate)
-    return [
-        MoveStep(into, np.stack([sources, np.arange(len(sources))], axis=1)),
-        MoveStep(groups, pairs[~endangered]),
-        MoveStep(out_of, np.stack([slots.reshape(-1), pairs[endangered, 1]], axis=1)),
-    ]
+    sources, staged = np.unique(pairs[endangered, 0], return_inverse=True)
+    temporary = allocate(len(sources) * max(group.addresses.size * group.form.nbytes for group in groups))
+    pairs_into = np.stack([sources, np.arange(len(sources))], axis=1)
+    pairs_out_of = np.stack([staged.reshape(-1), pairs[endangered, 1]], axis=1)
+    steps = []
+    for group in groups:  # one after the other, for they share the temporary
+        into, out_of = _staged(group, temporary, len(sources))
+        steps += [MoveStep([into], pairs_into), MoveStep([group], pairs[~endangered]), MoveStep([out_of], pairs_out_of)]
+    return steps
 
 
-def _staged(
-    groups: Sequence[MoveGroup], num_slots: int, allocate: Callable[[int], int]
-) -> tuple[list[MoveGroup], list[MoveGroup]]:
-    """The groups with a temporary as their target, and as their source: dense blocks, ``num_slots`` for each cache."""
-    starts = np.cumsum([0, *(_aligned(group.addresses.size * num_slots * group.form.nbytes) for group in groups)])
-    temporary, into, out_of = allocate(int(starts[-1])), [], []
-    for group, start in zip(groups, starts.tolist(), strict=False):
-        form, ends = group.form, {"source": group.addresses.copy(), "target": group.addresses.copy()}
-        for end, addresses in ends.items():
-            of_cache = np.arange(addresses.size) * (num_slots * form.nbytes)
-            addresses[end], addresses[f"{end}_block_stride"] = temporary + start + of_cache, form.nbytes
-        dense = {end: replace(form, **{f"{end}_row_stride": form.row_bytes}) for end in ends}
-        into.append(_group(dense["target"], ends["target"], group.touches_host))
-        out_of.append(_group(dense["source"], ends["source"], group.touches_host))
-    return into, out_of
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // PACK_BYTES) * PACK_BYTES
+def _staged(group: MoveGroup, temporary: int, num_staged: int) -> tuple[MoveGroup, MoveGroup]:
+    """The group with a temporary as its target, and as its source: dense blocks, ``num_staged`` for each cache."""
+    form, ends = group.form, {"source": group.addresses.copy(), "target": group.addresses.copy()}
+    for end, addresses in ends.items():
+        addresses[end] = temporary + np.arange(addresses.size) * (num_staged * form.nbytes)
+        addresses[f"{end}_block_stride"] = form.nbytes
+    dense = {end: replace(form, **{f"{end}_row_stride": form.row_bytes}) for end in ends}
+    into = _group(dense["target"], ends["target"], touches_host=False)
+    return into, _group(dense["source"], ends["source"], touches_host=False)
 
 
 # ---- where they lie -------------------------------------------------------------------------------------------------

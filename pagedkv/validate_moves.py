@@ -18,7 +18,16 @@ def block_copy(caches: Any, mapping: Any) -> BlockMove:
     checks.check_same_device(views or {"caches": None})
     for name, cache in views.items():
         checks.check_writable(cache, name)
-    return BlockMove(views, views, _pairs(mapping, views))
+    distinct = _distinct(views)
+    return BlockMove(distinct, distinct, _pairs(mapping, views))
+
+
+def _distinct(views: dict[str, ArrayView]) -> dict[str, ArrayView]:
+    """Without what is another name of one before: copied twice, blocks that are exchanged would be back in place."""
+    places = {}
+    for name, array in views.items():
+        places.setdefault((array.pointer, array.shape, array.strides, array.dtype), (name, array))
+    return dict(places.values())
 
 
 def block_swap(src: Any, dst: Any, mapping: Any, stream: Any) -> BlockMove:
@@ -26,11 +35,13 @@ def block_swap(src: Any, dst: Any, mapping: Any, stream: Any) -> BlockMove:
     sources, targets = _views(src, "src"), _views(dst, "dst")
     if [name.removeprefix("src") for name in sources] != [name.removeprefix("dst") for name in targets]:
         raise ValueError(wrong("dst", f"{_described(src, sources)} like src", _described(dst, targets)))
-    for (name, source), (target_name, target) in zip(sources.items(), targets.items(), strict=True):
+    source_names = {source.pointer: name for name, source in sources.items() if 0 not in source.shape}
+    for source, (target_name, target) in zip(sources.values(), targets.items(), strict=True):
         checks.check_dtype(target, target_name, (source.dtype,))
         checks.check_shape(target, target_name, (None, *source.shape[1:]))
         checks.check_writable(target, target_name)
-        if target.pointer == source.pointer and 0 not in target.shape:
+        name = None if 0 in target.shape else source_names.get(target.pointer)
+        if name is not None:
             raise ValueError(wrong(target_name, f"other memory than {name}", "the same; copy_blocks copies inside one"))
     both = {**sources, **targets}
     on_devices = {name: array for name, array in both.items() if not array.on_host}

@@ -1,4 +1,4 @@
-"""fp8 caches whose blocks lie far apart, of which only the touched pages exist on the host."""
+"""Arrays whose blocks or rows lie far apart, of which only the touched pages exist on the host."""
 
 import mmap
 
@@ -26,3 +26,10 @@ def blocks_far_apart(buffer, shape):
     import cupy
 
     return cupy.lib.stride_tricks.as_strided(buffer, shape, strides)
+
+
+def far_along(axis, buffer, shape, dtype):
+    """A view of a buffer on the host with BLOCK_STRIDE between neighbours along one axis, dense along the others."""
+    strides = list(np.empty([1 if i == axis else extent for i, extent in enumerate(shape)], dtype).strides)
+    strides[axis] = BLOCK_STRIDE * np.dtype(dtype).itemsize
+    return np.lib.stride_tricks.as_strided(buffer.view(dtype), shape, strides)

@@ -10,6 +10,8 @@ import numpy as np
 import pagedkv
 from pagedkv import kernels, repeats
 
+ANY = -1  # the device of the null stream
+CURRENT, SIDE = 1, 77  # addresses of streams: CuPy's current one, and any that is made
 MODULES = ("counters", "move_tables", "cuda_streams", "cuda_replay", "cuda_moves", "cuda_ops")  # that have CuPy inside
 # Pointer parameters of each kernel.
 DECODE = ["query", "key_cache", "value_cache", "block_tables", "seq_lens", "alibi_slopes", "sinks"]
@@ -35,10 +37,10 @@ class DeviceArray:
 
     shape = dtype = None
 
-    def __init__(self, host):
+    def __init__(self, host, device=0):
         self.host, self.shape, self.strides = host, host.shape, host.strides
         self.dtype, self.size = host.dtype, host.size
-        self.data, self.device = SimpleNamespace(ptr=host.ctypes.data, device_id=0), SimpleNamespace(id=0)
+        self.data, self.device = SimpleNamespace(ptr=host.ctypes.data, device_id=device), SimpleNamespace(id=device)
 
     def astype(self, dtype):
         return DeviceArray(self.host.astype(dtype))
@@ -73,6 +75,40 @@ class Stream(Current):
         pass
 
 
+class NotedStream(Stream):
+    """Notes where it is current and when it is waited for; refuses another device than its own, as CuPy's do."""
+
+    def __init__(self, notes, ptr, device):
+        super().__init__(ptr)
+        self.notes, self.device = notes, device
+
+    def __enter__(self):
+        if self.device not in (ANY, self.notes.device):
+            raise RuntimeError(f"stream of device {self.device}, current is {self.notes.device}")
+        self.notes.entered.append(self.ptr)
+        self.notes.current.append(self.ptr)
+        return self
+
+    def __exit__(self, *error):
+        self.notes.current.pop()
+
+    def synchronize(self):
+        self.notes.events.append(("wait", self.ptr, self.notes.device))
+
+
+class NotedDevice(Device):
+    def __init__(self, notes, number):
+        super().__init__(number)
+        self.notes, self.number = notes, number
+
+    def __enter__(self):
+        self.before, self.notes.device = self.notes.device, self.number
+        return self
+
+    def __exit__(self, *error):
+        self.notes.device = self.before
+
+
 class Card:
     """A stand-in for the module cupy, which notes what is loaded, allocated and launched."""
 
@@ -83,6 +119,9 @@ class Card:
         self.stream, self.is_capturing = Stream(1), False
         runtime = SimpleNamespace(streamIsCapturing=lambda ptr: self.is_capturing, getDevice=lambda: 0)
         self.cuda = SimpleNamespace(runtime=runtime, Device=Device, get_current_stream=lambda device: self.stream)
+
+    def asarray(self, array):
+        return DeviceArray(array.copy())
 
     def empty(self, shape, dtype):
         self.allocated.append(DeviceArray(np.empty(shape, dtype)))
@@ -116,6 +155,33 @@ def stand_in(monkeypatch):
     yield card
     for name in MODULES:
         sys.modules.pop(f"pagedkv.{name}", None)
+
+
+def note_streams(card, launcher):
+    """What from now on happens on which stream and device: uploads, allocations, launches and waits in order, and the
+    streams that were made current. ``launcher.launch`` runs the kernels, on the stream that is its last argument."""
+    notes = SimpleNamespace(events=[], entered=[], current=[None], device=0)
+
+    def stream(pointer, device=None):
+        return NotedStream(notes, pointer, notes.device if device is None else device)
+
+    def noted(what, call, stream_of=lambda arguments: notes.current[-1]):
+        def wrapped(*arguments):
+            notes.events.append((what, stream_of(arguments), notes.device))
+            return call(*arguments)
+
+        return wrapped
+
+    cuda = card.cuda
+    cuda.Device, cuda.runtime.getDevice = partial(NotedDevice, notes), lambda: notes.device
+    cuda.get_current_stream = partial(stream, CURRENT)
+    cuda.Stream = lambda non_blocking: stream(SIDE)
+    # Of the device that is current, as CuPy has it: the protocol does not tell.
+    cuda.Stream.from_external = lambda foreign: stream(foreign.__cuda_stream__()[1])
+    cuda.Stream.null = stream(0, ANY)
+    card.asarray, card.empty = (noted(*each) for each in (("upload", card.asarray), ("allocate", card.empty)))
+    launcher.launch = noted("launch", launcher.launch, lambda arguments: arguments[-1].ptr)
+    return notes
 
 
 def put(arguments):

@@ -342,3 +342,12 @@ def test_the_size_of_a_swapped_block(nbytes):
     with pytest.raises(ValueError, match=rf"^block_size_in_bytes: expected 128, as src has, got {nbytes}"):
         vllm.swap_blocks(src, dst, nbytes, MAPPING)
     assert (dst == 7).all()
+
+
+def test_the_size_of_a_strided_block():
+    """What is moved of it: not what lies between its rows."""
+    src, dst = np.arange(6 * 4 * 2 * 16).reshape(6, 4, 2, 16).astype(np.float16)[..., :8], np.zeros((6, 4, 2, 8), "f2")
+    with pytest.raises(ValueError, match=r"^block_size_in_bytes: expected 128, as src has, got 256"):
+        vllm.swap_blocks(src, dst, 256, [(0, 1)])
+    vllm.swap_blocks(src, dst, 128, [(0, 1)])
+    cases.assert_same_bits(dst[1], np.ascontiguousarray(src[0]))

@@ -6,7 +6,7 @@ import gathers
 import ml_dtypes
 import numpy as np
 import pytest
-from far_blocks import BLOCK_STRIDE, blocks_far_apart, sparse_bytes
+from far_blocks import BLOCK_STRIDE, blocks_far_apart, far_along, sparse_bytes
 from gathers import LAYOUTS, assert_same_bits, put_all, random_caches
 from writes import block_size_of, cache_shapes, token_of
 
@@ -217,6 +217,23 @@ def test_offsets_past_two_and_four_gigabytes(backend, rng, layout, to, far):
             assert_same_bits(backend.get(got[block]), want[block])
 
 
+@pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
+@pytest.mark.parametrize("far", ["source", "target"])
+def test_tokens_and_heads_far_apart(host_backend, rng, far, axis):
+    """Inside a block, beyond 2^31 and 2^32."""
+    caches = random_caches(rng, "NHD", 2, 4, 4, 16, np.uint8)
+    rooms = [sparse_bytes(host_backend, 3 * BLOCK_STRIDE + 4096) for _ in "kv"]
+    spread = [far_along(axis, room, caches[0].shape, np.uint8) for room in rooms]
+    if far == "source":
+        for place, cache in zip(spread, caches, strict=True):
+            place[...] = cache
+        results = pagedkv.convert_layout(*spread, "NHD", "NHD")
+    else:
+        results = pagedkv.convert_layout(*caches, "NHD", "NHD", key_out=spread[0], value_out=spread[1])
+    for got, want in zip(results, caches, strict=True):
+        assert_same_bits(got, want)
+
+
 # ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +325,11 @@ def test_targets_are_memory_of_their_own(backend, rng, target, source):
         pagedkv.convert_layout(**given)
     for name, content in before.items():
         assert_same_bits(backend.get(given[name]), content)
+
+
+def test_no_blocks_share_no_memory(host_backend):
+    room = np.zeros((2, 16, 2, 32), np.float16)[:0]
+    pagedkv.convert_layout(room, room, "NHD", "NHD", key_out=room, value_out=room)
 
 
 # ---- frameworks -----------------------------------------------------------------------------------------------------

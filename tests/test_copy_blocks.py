@@ -193,6 +193,30 @@ def test_numbers_of_caches(backend, rng, num_caches):
     copy_and_check(backend, buffers, as_list, [(0, 4), (1, 2), (2, 1)])
 
 
+@pytest.mark.parametrize(
+    "views_of", [lambda a, b: [a, b, a[:], b, a], lambda a, b: {"k": a, "v": b, "k again": a}], ids=["list", "dict"]
+)
+def test_a_cache_named_twice_is_copied_once(backend, rng, views_of):
+    """Twice, blocks that are exchanged would be back in place."""
+    buffers = [random_buffer(rng, (6, 3, 8)) for _ in range(2)]
+    given = [backend.put(buffer.copy()) for buffer in buffers]
+    pagedkv.copy_blocks(views_of(*given), [(0, 1), (1, 0)])
+    for got, want in zip(given, buffers, strict=True):
+        assert_same_bytes(backend.get(got), want[[1, 0, 2, 3, 4, 5]])
+
+
+BEGIN_TOGETHER = {
+    "other shapes": lambda b: [b[:6, :1], b[:6]],
+    "other strides": lambda b: [b[:6, :2], b[::2, :2]],
+    "other dtypes": lambda b: [b[:6, :4], b.view(np.uint16)[::2, :4]],
+}
+
+
+@pytest.mark.parametrize("views_of", BEGIN_TOGETHER.values(), ids=BEGIN_TOGETHER)
+def test_caches_that_only_begin_in_one_place_are_all_copied(host_backend, rng, views_of):
+    copy_and_check(host_backend, [random_buffer(rng, (12, 16), np.uint8)], views_of, [(0, 1)])
+
+
 CONTAINERS = {
     "list": list,
     "tuple": tuple,
@@ -237,6 +261,11 @@ MISTAKES = {
         ValueError,
         "mapping: expected each destination",
     ),
+    "destination twice, not in a row": (
+        {"mapping": [(0, 1), (2, 3), (4, 1)]},
+        ValueError,
+        "mapping: expected each destination at most once, got block 1 twice",
+    ),
     "the same pair twice": ({"mapping": [(0, 1), (0, 1)]}, ValueError, "mapping: .*, got block 1 twice"),
     "source past the pool": ({"mapping": [(0, 1), (6, 2)]}, IndexError, "mapping: expected sources from 0 to 5, got 6"),
     "destination past the pool": (
@@ -264,6 +293,11 @@ MISTAKES = {
         {"caches": lambda c: [c, c[:5]]},
         ValueError,
         r"caches\[1\]: expected 6 blocks like caches\[0\], got 5",
+    ),
+    "other blocks beside a cache named twice": (
+        {"caches": lambda c: [c, c, c[:5]]},
+        ValueError,
+        r"caches\[2\]: expected 6 blocks like caches\[0\], got 5",
     ),
     "other blocks in a dict": (
         {"caches": lambda c: {"k": c, "v": c[:5]}},

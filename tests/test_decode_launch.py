@@ -136,6 +136,17 @@ def test_checked_reads_what_indices_and_scales_hold(card, rng):
             pagedkv.paged_attention_v2(**arguments)
 
 
+@pytest.mark.parametrize("name", ["block_tables", "seq_lens"])
+def test_checked_sees_wide_indices_as_they_are(card, rng, name):
+    """Cut to int32 they would be legal."""
+    arguments = on_card(rng)
+    arguments[name] = arguments[name].astype(np.int64)
+    arguments[name].host[-1] += 2**32
+    with pagedkv.checked(), pytest.raises(IndexError, match=f"^{name}: "):
+        pagedkv.paged_attention_v1(**arguments)
+    assert card.launched == []
+
+
 @pytest.mark.parametrize("op", ["paged_attention_v1", "paged_attention_v2"])
 def test_no_sequences_no_launch(card, rng, op):
     arguments = cases.decode(rng, [])

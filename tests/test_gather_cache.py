@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import FLOATS
-from far_blocks import BLOCK_STRIDE, blocks_far_apart, sparse_bytes
+from far_blocks import BLOCK_STRIDE, blocks_far_apart, far_along, sparse_bytes
 from gathers import LAYOUTS, assert_same_bits, batch, check_gather, expected_rows, outputs_for, put_all
 from writes import FP8, cache_shapes
 
@@ -127,6 +127,14 @@ def test_one_block_in_several_places(backend, rng, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales(backend, rng, layout, scales):
     check_gather(backend, batch(rng, LENS, STARTS, layout=layout, kv_cache_dtype="fp8", **scales), np.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_of_many_heads(backend, rng, layout):
+    """Which CTAs share out among themselves."""
+    scales = {name: rng.uniform(0.1, 3, 71).astype(np.float32) for name in ("k_scale", "v_scale")}
+    sizes = {"layout": layout, "heads": 71, "head_size": 64}
+    check_gather(backend, batch(rng, [9, 12], [5, 0], kv_cache_dtype="fp8", **sizes, **scales), np.float32)
 
 
 def test_scales_with_strides(backend, rng):
@@ -317,6 +325,42 @@ def test_offsets_past_two_and_four_gigabytes(backend, rng, layout):
         assert_same_bits(backend.get(got), want)
 
 
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "heads"])
+def test_outputs_far_apart(host_backend, rng, axis):
+    """Rows, or heads of a row, beyond 2^31 and 2^32."""
+    arguments = batch(rng, [4], heads=4, head_size=8)
+    expected = expected_rows(arguments, *outputs_for(arguments, spare_rows=0))
+    rooms = [sparse_bytes(host_backend, 2 * 3 * BLOCK_STRIDE + 4096) for _ in "kv"]
+    outputs = [far_along(axis, room, (4, 4, 8), np.float16) for room in rooms]
+    pagedkv.gather_cache(**arguments, key_out=outputs[0], value_out=outputs[1])
+    for got, want in zip(outputs, expected, strict=True):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("axis", [1, 2], ids=["tokens", "heads"])
+def test_tokens_and_heads_far_apart(host_backend, rng, axis):
+    """Inside a block, beyond 2^31 and 2^32."""
+    arguments = batch(rng, [6], [1], heads=4, head_size=8, block_size=4, kv_cache_dtype="fp8")
+    expected = expected_rows(arguments, *outputs_for(arguments, spare_rows=0))
+    for name in ("key_cache", "value_cache"):
+        near = arguments[name]
+        room = sparse_bytes(host_backend, 3 * BLOCK_STRIDE + 4096)
+        arguments[name] = far_along(axis, room, near.shape, np.uint8)
+        arguments[name][...] = near
+    for got, want in zip(pagedkv.gather_cache(**arguments), expected, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_a_table_with_rows_far_apart(host_backend, rng):
+    arguments = batch(rng, [20, 9, 4, 7], heads=1, head_size=8)
+    expected = expected_rows(arguments, *outputs_for(arguments, spare_rows=0))
+    room, table = sparse_bytes(host_backend, 4 * 3 * BLOCK_STRIDE + 4096), arguments["block_table"]
+    arguments["block_table"] = far_along(0, room, table.shape, np.int32)
+    arguments["block_table"][...] = table
+    for got, want in zip(pagedkv.gather_cache(**arguments), expected, strict=True):
+        assert_same_bits(got, want)
+
+
 def test_inputs_are_left_alone(backend, rng):
     arguments = batch(rng, LENS, STARTS, kv_cache_dtype="fp8", **PER_HEAD)
     given = put_all(backend, {name: a.copy() if isinstance(a, np.ndarray) else a for name, a in arguments.items()})
@@ -411,6 +455,38 @@ def test_wrong_indices(backend, rng, layout, change, error, text):
     change = {name: np.array(value, np.int32) for name, value in change.items()}
     with pagedkv.checked():
         assert_rejected(backend, mistaken(rng, layout), change, error, text)
+
+
+STARTS_THAT_WRAP = {  # where differences or sums are taken in the dtype itself
+    "int8": ({"cu_seq_lens": np.array([0, 127, -128], np.int8)}, ValueError, RISE),
+    "int64": ({"cu_seq_lens": np.array([0, 2**63 - 1, -(2**63)])}, ValueError, RISE),
+    "past int32": ({"cu_seq_lens": np.array([0, 20, 2**32 + 29])}, ValueError, "cu_seq_lens: expected at most 32"),
+    "a far start": ({"seq_starts": np.array([3, 2**63 - 1])}, IndexError, "cu_seq_lens: expected ranges that end by"),
+    "a start past int32": ({"seq_starts": np.array([3, 2**32])}, IndexError, "cu_seq_lens: expected ranges that end"),
+    "a block past int32": ({"block_table": np.full((2, 3), 2**32 + 1)}, IndexError, "block_table: expected visible id"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "text"), STARTS_THAT_WRAP.values(), ids=STARTS_THAT_WRAP)
+def test_wrong_indices_that_would_wrap(backend, rng, change, error, text):
+    with pagedkv.checked():
+        assert_rejected(backend, mistaken(rng), change, error, text)
+
+
+def test_starts_without_sequences(backend, rng):
+    arguments = put_all(backend, batch(rng, []) | {"cu_seq_lens": np.array([5], np.int32)})
+    with pagedkv.checked(), pytest.raises(ValueError, match=f"^{RISE}"):
+        pagedkv.gather_cache(**arguments, num_tokens=9)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [np.array([0, 127, -128], np.int8), np.array([0, 20, -5]), np.array([4, 20, 29])],
+    ids=["wrap", "fall", "rise"],
+)
+def test_rows_cannot_be_read_off_starts_that_do_not_rise_from_0(host_backend, rng, starts):
+    with pytest.raises(ValueError, match=f"^{RISE}"):
+        pagedkv.gather_cache(**mistaken(rng) | {"cu_seq_lens": starts})
 
 
 @pytest.mark.parametrize("bad", [0, -1, np.nan, np.inf])

@@ -1,13 +1,16 @@
 """What the CUDA backend does around the launches of gather_cache and convert_layout, with stand-ins for CuPy and
 kernels: no GPU is needed."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from gathers import batch, outputs_for, random_caches
-from stand_ins import PARAMETERS, DeviceArray, pointers, put, stand_in
+from stand_ins import PARAMETERS, DeviceArray, note_streams, pointers, put, stand_in
 
 import pagedkv
-from pagedkv import repeats
+from pagedkv import repeats, validate_gather
 
 LENS, STARTS = [37, 0, 5], [3, 7, 16]
 SCALES = {"k_scale": np.full(2, 0.5, np.float32), "v_scale": np.full(2, 0.25, np.float32)}
@@ -116,6 +119,47 @@ def test_checked_reads_what_indices_hold(card, rng, change, error, text):
         pagedkv.gather_cache(**arguments)
 
 
+@pytest.mark.parametrize("name", ["block_table", "cu_seq_lens", "seq_starts"])
+def test_checked_sees_wide_indices_as_they_are(card, rng, name):
+    """Cut to int32 they would be legal."""
+    arguments = ranges(rng)
+    arguments[name] = arguments[name].astype(np.int64)
+    arguments[name].host[-1] += 2**32
+    with pagedkv.checked(), pytest.raises((IndexError, ValueError), match=r"^(block_table|cu_seq_lens): "):
+        pagedkv.gather_cache(**arguments)
+    assert card.launched == []
+
+
+def test_checked_sees_the_starts_of_no_sequences(card, rng):
+    arguments = put(batch(rng, []) | {"cu_seq_lens": np.array([5], np.int32)})
+    with pagedkv.checked(), pytest.raises(ValueError, match=r"^cu_seq_lens: expected starts that rise from 0"):
+        pagedkv.gather_cache(**arguments, num_tokens=9)
+
+
+def test_indices_are_converted_on_the_stream_of_the_caches(card, monkeypatch, rng):
+    """torch's, for its caches, which CuPy's does not wait for."""
+    torch = SimpleNamespace(_C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 9))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    notes, arguments = note_streams(card, card), ranges(rng)
+    arguments["cu_seq_lens"] = arguments["cu_seq_lens"].astype(np.int64)
+    names = ("key_cache", "value_cache", "block_table", "cu_seq_lens", "seq_starts")
+    given = [arguments[name] for name in names] + [None, None, arguments["key_out"], arguments["value_out"]]
+    problem = validate_gather.gather_cache(*given, num_tokens=None, dtype=None, kv_cache_dtype="auto", layout="NHD")
+    problem.cache.key.framework = "torch"
+    pagedkv.cuda_ops.gather_cache(problem)
+    assert notes.entered == [9]
+    assert notes.events == [("launch", 9, 0)]
+
+
+@pytest.mark.parametrize("name", ["block_table", "cu_seq_lens", "seq_starts", "key_out", "value_out"])
+def test_arrays_on_other_devices(card, rng, name):
+    arguments = ranges(rng)
+    arguments[name] = arguments[name].host
+    with pytest.raises(TypeError, match=f"^{name}: expected an array on cuda:0 like key_cache, got cpu"):
+        pagedkv.gather_cache(**arguments)
+    assert card.launched == []
+
+
 def test_other_options_are_other_launches(card, rng):
     arguments = without(ranges(rng, kv_cache_dtype="fp8"), "key_out", "value_out") | {"num_tokens": sum(LENS)}
     for _ in range(2):
@@ -168,6 +212,14 @@ def test_shared_memory_is_noticed_at_every_call(card, rng):
             pagedkv.convert_layout(**arguments, **outputs | change, layout="NHD", to="NHD")
         assert len(card.launched) == count
     assert len(repeats._replays) == 1
+
+
+@pytest.mark.parametrize("name", ["key_out", "value_out"])
+def test_conversions_to_other_devices(card, rng, name):
+    output = {name: np.zeros((3, 2, 16, 32), np.float16)}
+    with pytest.raises(TypeError, match=f"^{name}: expected an array on cuda:0 like key_cache, got cpu"):
+        pagedkv.convert_layout(**caches(rng), layout="NHD", to="HND", **output)
+    assert card.launched == []
 
 
 def test_other_layouts_are_other_launches(card, rng):

@@ -1,12 +1,13 @@
 """What the CUDA backend does around the launches of a move, with a stand-in for CuPy over host memory. The launches
 themselves run on the interpreter."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from block_moves import MAPPINGS, VIEWS, assert_same_bytes, moved, random_buffer
-from stand_ins import DeviceArray, Stream, stand_in
+from stand_ins import CURRENT, SIDE, DeviceArray, Stream, note_streams, stand_in
 
 import pagedkv
 from pagedkv import kernels
@@ -23,7 +24,7 @@ class MoveCard:
 
     def __init__(self, card):
         self.card, self.caches, self.uploaded, self.pageable = card, [], [], []
-        self.streams, self.side = [], Stream(77)
+        self.streams, self.side = [], Stream(SIDE)
         card.asarray = self.upload
         card.cuda.Stream = lambda non_blocking: self.side
         card.cuda.Stream.from_external = lambda stream: Stream(stream.__cuda_stream__()[1])
@@ -58,9 +59,9 @@ class MoveCard:
         reached = [view(array, "memory") for array in memory]
         ptx_ops.launch(Launch(instance, grid, *threads, params, shared_bytes), given, reached)
 
-    def put(self, array):
+    def put(self, array, device=0):
         self.caches.append(array)
-        return DeviceArray(array)
+        return DeviceArray(array, device)
 
 
 @pytest.fixture
@@ -69,6 +70,12 @@ def card(monkeypatch):
         moves = MoveCard(card)
         monkeypatch.setattr(kernels, "load", moves.load)
         yield moves
+
+
+@pytest.fixture
+def notes(card):
+    """What happens on which stream and device, in order."""
+    return note_streams(card.card, card)
 
 
 def check_copy(card, buffers, mapping, views_of=lambda *b: list(b), given=None):
@@ -123,6 +130,80 @@ def test_mapping_on_the_device(card, rng):
     with pytest.raises(IndexError, match=r"^mapping: expected sources from 0 to 9, got 10"):
         pagedkv.copy_blocks(card.put(cache), DeviceArray(np.array([(0, 1), (10, 2)])))
     assert_same_bytes(cache, before)
+
+
+def test_an_empty_mapping_on_the_device_is_not_read(card, rng):
+    mapping = DeviceArray(np.empty((0, 2), np.int32))
+    mapping.get = None
+    pagedkv.copy_blocks(card.put(random_buffer(rng, (10, 8))), mapping)
+
+
+def test_caches_of_several_forms_share_a_temporary(card, rng):
+    """As large as the largest of them need it: 2 blocks of 64 bytes."""
+    buffers = [random_buffer(rng, shape, np.uint8) for shape in ((10, 7), (10, 64), (10, 48))]
+    check_copy(card, buffers, EXCHANGE)
+    assert [array.host.nbytes for array in card.card.allocated] == [2 * 64]
+    assert len(card.card.launched) == 3 * 2
+
+
+# ---- streams and devices --------------------------------------------------------------------------------------------
+
+
+class CudaStream:
+    def __cuda_stream__(self):
+        return 0, 5
+
+
+KEPT = [("upload", SIDE, 0), ("wait", SIDE, 0)]  # addresses, which a captured call may read on any stream
+
+
+def test_temporaries_are_of_the_stream_that_uses_them(card, notes, rng):
+    """Memory of another stream could be given away, or not be there yet, while the copy runs."""
+    pagedkv.copy_blocks(card.put(random_buffer(rng, (10, 4, 8))), CHAIN)
+    assert notes.events == [*KEPT, ("allocate", CURRENT, 0), ("upload", CURRENT, 0), *3 * [("launch", CURRENT, 0)]]
+
+
+def test_pairs_of_a_swap_are_uploaded_on_its_stream(card, notes, rng):
+    src, dst = (card.put(random_buffer(rng, (10, 4, 8))) for _ in range(2))
+    pagedkv.swap_blocks(src, dst, DISJOINT, CudaStream())
+    assert notes.events == [*KEPT, ("upload", 5, 0), ("launch", 5, 0)]
+
+
+@pytest.mark.parametrize("stream", [None, CudaStream(), SimpleNamespace(ptr=0)], ids=["current", "given", "null"])
+def test_moves_run_on_the_device_of_the_arrays(card, notes, rng, stream):
+    """Whichever device is current, and if another one's stream had the same address."""
+    for device in (1, 0, 2):
+        notes.events.clear()
+        src, dst = (card.put(random_buffer(rng, (10, 4, 8)), device) for _ in range(2))
+        pagedkv.swap_blocks(src, dst, DISJOINT, stream)
+        assert {place for _, _, place in notes.events} == {device}
+        assert notes.device == 0
+
+
+def test_streams_of_torch_are_of_the_device_asked_for(card, notes, monkeypatch):
+    torch = SimpleNamespace(_C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 9))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    streams = [pagedkv.cuda_streams.stream_of("torch", device) for device in (1, 0, 1)]
+    assert [(stream.ptr, stream.device) for stream in streams] == [(9, 1), (9, 0), (9, 1)]
+    assert streams[0] is streams[2]
+
+
+def test_capture_is_asked_of_the_stream_that_the_move_runs_on(card, notes, rng):
+    src, dst = (card.put(random_buffer(rng, (10, 4, 8))) for _ in range(2))
+    card.card.cuda.runtime.streamIsCapturing = lambda ptr: ptr == 5
+    with pytest.raises(TypeError, match=r"^mapping: expected int64 on cuda:0 under graph capture, got one on the host"):
+        pagedkv.swap_blocks(src, dst, DISJOINT, CudaStream())
+    pagedkv.swap_blocks(src, dst, DISJOINT)
+    assert notes.events[-1] == ("launch", CURRENT, 0)
+
+
+def test_a_mapping_is_not_read_back_on_a_stream_that_is_captured(card, notes, rng):
+    """CuPy's current one, though the move runs on another; nothing has happened that would end the capture."""
+    src, dst = (card.put(random_buffer(rng, (10, 4, 8))) for _ in range(2))
+    card.card.cuda.runtime.streamIsCapturing = lambda ptr: ptr == CURRENT
+    with pytest.raises(RuntimeError, match=r"^mapping: one on a device is read back, which graph capture does not"):
+        pagedkv.swap_blocks(src, dst, DeviceArray(np.array(DISJOINT)), CudaStream())
+    assert notes.events == []
 
 
 # ---- capture --------------------------------------------------------------------------------------------------------
@@ -209,13 +290,32 @@ def test_captured_addresses_stay(card, rng, monkeypatch):
         capture(card, forgotten, mapping)
 
 
+def test_addresses_are_uploaded_once(card, rng):
+    cache, mapping = card.put(random_buffer(rng, (10, 4, 8))), DeviceArray(np.array(DISJOINT))
+    card.caches.append(mapping.host)
+    for _ in range(2):
+        pagedkv.copy_blocks(cache, [])
+        assert len(card.uploaded) == 1
+    capture(card, cache, mapping)
+    pagedkv.copy_blocks(cache, [])
+    assert len(card.uploaded) == 1
+
+
+def test_a_captured_mapping_of_no_pairs(card, rng):
+    capture(card, card.put(random_buffer(rng, (10, 4, 8))), DeviceArray(np.empty((0, 2), np.int64)))
+    assert card.card.launched == []
+
+
+def test_a_mapping_between_elements_is_not_captured(card, rng):
+    cache = card.put(random_buffer(rng, (10, 4, 8)))
+    pagedkv.copy_blocks(cache, [])
+    memory = np.zeros(24, np.uint8)
+    mapping = DeviceArray(np.ndarray((1, 2), np.int64, memory, (1 - memory.ctypes.data) % 8))
+    with pytest.raises(ValueError, match=r"^mapping: expected an address that is a multiple of 8"):
+        capture(card, cache, mapping)
+
+
 # ---- swaps ----------------------------------------------------------------------------------------------------------
-
-
-class CudaStream:
-    def __cuda_stream__(self):
-        return 0, 5
-
 
 STREAMS = {
     "protocol": (CudaStream(), 5),
@@ -266,6 +366,36 @@ def test_pageable_memory(card, rng, name):
         pagedkv.swap_blocks(*given, [(0, 1)])
     assert_same_bytes(dst, before)
     assert card.card.launched == []
+
+
+@pytest.mark.parametrize("view_of", [lambda a: a[::-1], lambda a: a[::2]], ids=["reversed", "strided"])
+def test_pageable_memory_at_the_lowest_address(card, rng, view_of):
+    host = random_buffer(rng, (8, 8))
+    card.pageable.append(host[:1])
+    with pytest.raises(ValueError, match=r"^dst: expected pinned host memory"):
+        pagedkv.swap_blocks(card.put(random_buffer(rng, (4, 8))), view_of(host), [(0, 1)])
+
+
+def test_managed_memory_will_do_and_for_no_bytes_any(card, rng):
+    src, dst = random_buffer(rng, (4, 8)), random_buffer(rng, (4, 8))
+    card.caches.append(dst)
+    runtime = card.card.cuda.runtime
+    runtime.pointerGetAttributes = lambda pointer: SimpleNamespace(type=runtime.memoryTypeManaged)
+    pagedkv.swap_blocks(card.put(src), dst, [(0, 1)])
+    assert_same_bytes(dst[1], src[0])
+    card.pageable.append(dst)
+    runtime.pointerGetAttributes = card.attributes
+    pagedkv.swap_blocks(card.put(src[:, :0]), dst[:, :0], [(0, 1)])
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["to host", "from host"])
+def test_the_mapping_of_a_swap_may_be_where_the_device_is(card, rng, turned):
+    src, dst = random_buffer(rng, (10, 8)), random_buffer(rng, (10, 8))
+    expected = dst.copy()
+    moved(src, expected, DISJOINT)
+    card.caches += [src, dst]
+    pagedkv.swap_blocks(*((src, card.put(dst)) if turned else (card.put(src), dst)), DeviceArray(np.array(DISJOINT)))
+    assert_same_bytes(dst, expected)
 
 
 @pytest.mark.parametrize("stream", [3, "stream", object()], ids=["number", "string", "object"])

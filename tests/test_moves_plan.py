@@ -5,6 +5,7 @@ import pytest
 from block_moves import MAPPINGS, random_buffer, random_mapping
 
 from pagedkv import moves_plan, validate_moves
+from pagedkv.launch import LARGEST_GRID
 from pagedkv.params import BLOCK_MOVE_PARAMS
 
 
@@ -27,6 +28,7 @@ def params_of(launch):
     return launch.params.view(BLOCK_MOVE_PARAMS)
 
 
+TEMPORARY = 2**20
 WIDTHS = {16: (0, 16), 8: (8, 24), 4: (4, 20), 2: (2, 6), 1: (1, 3)}  # an address and a size that allow no more
 
 
@@ -83,6 +85,28 @@ def test_axes_that_continue_one_another_are_one(rng):
     assert np.diff(group.addresses["source"]).tolist() == [32, 32]
 
 
+def form_of(cache):
+    """The form of a cache's blocks, and how many parts of them make one."""
+    (group,) = groups_of(cache)
+    return group.form, group.addresses.size
+
+
+def test_axes_of_one_element_have_no_stride():
+    cache = np.lib.stride_tricks.as_strided(aligned_bytes(6 * 64), (6, 1, 4, 1, 16), (64, 3, 16, 5, 1))
+    assert form_of(cache) == (moves_plan.BlockForm(1, 64), 1)
+
+
+def test_the_longest_axis_is_that_of_rows(rng):
+    buffer = random_buffer(rng, (6, 9, 9, 16))
+    assert form_of(buffer[:, :7, :3, :8]) == (moves_plan.BlockForm(7, 16, 288, 288), 3)
+    assert form_of(buffer[:, :3, :7, :8]) == (moves_plan.BlockForm(7, 16, 32, 32), 3)
+
+
+def test_reversed_axes_that_continue_one_another_are_one(rng):
+    buffer = random_buffer(rng, (6, 4, 3, 8))
+    assert form_of(buffer[:, ::-1, ::-1]) == (moves_plan.BlockForm(12, 16, -16, -16), 1)
+
+
 @pytest.mark.parametrize(
     ("nbytes", "threads", "ctas"), [(16, 32, 6), (2048, 32, 6), (2064, 64, 6), (8192, 128, 6), (8208, 128, 12)]
 )
@@ -93,6 +117,14 @@ def test_grid(nbytes, threads, ctas):
     assert (launch.threads, launch.grid) == (threads, (ctas,))
     assert params_of(launch)["num_items"] == ctas
     assert params_of(launch)["block_packs"] == nbytes // 16
+
+
+def test_items_are_counted_in_64_bits():
+    """A grid has fewer CTAs, each of which takes several."""
+    (group,) = groups_of([aligned_bytes(16).reshape(1, 16) for _ in range(64)])
+    launch = group.launch(2**26)
+    assert params_of(launch)["num_items"] == 2**32
+    assert launch.grid == (LARGEST_GRID,)
 
 
 @pytest.mark.parametrize("form", [(256, np.uint8), (4096, np.uint8), (32768, np.uint8), (7, np.uint8)])
@@ -114,12 +146,12 @@ def test_threads_that_reach_through_a_link(form):
 
 
 def steps_of(caches, mapping):
-    """The steps, and the sizes of temporaries."""
+    """The steps, and the sizes of temporaries, which begin at address TEMPORARY."""
     sizes, move = [], validate_moves.block_copy(caches, mapping)
 
     def allocate(nbytes):
         sizes.append(nbytes)
-        return 1 << 20
+        return TEMPORARY
 
     groups = moves_plan.plan_groups(moves_plan.places_of(move), move.touches_host)
     return moves_plan.plan_move(move, groups, move.mapping.numpy(), allocate), sizes
@@ -127,17 +159,17 @@ def steps_of(caches, mapping):
 
 def sequential(mapping, steps, num_blocks):
     """Which block's contents each block has in the end, steps one after the other, and in each step any order."""
-    holds, slots = list(range(num_blocks)), {}
+    holds = list(range(num_blocks))
     if len(steps) == 1:
         for source, target in steps[0].pairs.tolist():
             holds[target] = holds[source]
         return holds
     into, *direct, out_of = [step.pairs.tolist() for step in steps]
-    slots = {slot: holds[source] for source, slot in into}
+    staged = {place: holds[source] for source, place in into}
     for source, target in direct[0] if direct else ():
         holds[target] = holds[source]
-    for slot, target in out_of:
-        holds[target] = slots[slot]
+    for place, target in out_of:
+        holds[target] = staged[place]
     return holds
 
 
@@ -162,19 +194,23 @@ def test_disjoint_pairs_need_no_temporary(rng):
 
 
 def test_a_temporary_holds_each_overwritten_block_once(rng):
-    """And begins anew at a multiple of 16 bytes for blocks of another form."""
+    """Of one cache beside those of another with blocks alike; those of other blocks follow in the same place."""
     caches = [
         random_buffer(rng, (10, 7), np.uint8),
         random_buffer(rng, (10, 7), np.uint8),
         random_buffer(rng, (10, 32)),
     ]
-    (into, direct, out_of), sizes = steps_of(caches, MAPPINGS["fan out of a block that is written"])
-    assert into.pairs.tolist() == [[0, 0]]
-    assert sorted(out_of.pairs.tolist()) == [[0, 1], [0, 2]]
-    assert sorted(direct.pairs.tolist()) == [[5, 0], [8, 9]]
-    assert sizes == [16 + 64]
-    assert [group.addresses["target"].tolist() for group in into.groups] == [[2**20, 2**20 + 7], [2**20 + 16]]
-    assert [group.addresses["source"].tolist() for group in out_of.groups] == [[2**20, 2**20 + 7], [2**20 + 16]]
+    steps, sizes = steps_of(caches, MAPPINGS["fan out of a block that is written"])
+    assert sizes == [64]
+    for (into, direct, out_of), offsets in zip((steps[:3], steps[3:]), ([0, 7], [0]), strict=True):
+        assert into.pairs.tolist() == [[0, 0]]
+        assert sorted(out_of.pairs.tolist()) == [[0, 1], [0, 2]]
+        assert sorted(direct.pairs.tolist()) == [[5, 0], [8, 9]]
+        (into,), (direct,), (out_of,) = into.groups, direct.groups, out_of.groups
+        assert into.addresses["source"].tolist() == direct.addresses["source"].tolist()
+        assert out_of.addresses["target"].tolist() == direct.addresses["target"].tolist()
+        assert (into.addresses["target"] - TEMPORARY).tolist() == offsets
+        assert (out_of.addresses["source"] - TEMPORARY).tolist() == offsets
 
 
 def test_rows_are_dense_in_a_temporary(rng):

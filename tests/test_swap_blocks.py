@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from block_moves import VIEWS, assert_same_bytes, moved, random_buffer, random_mapping
 from conftest import CUDA, HOST_BACKENDS, make_backend
+from far_blocks import BLOCK_STRIDE, sparse_bytes
 
 import pagedkv
 from pagedkv.arrays import view
@@ -166,6 +167,19 @@ def test_unaligned_addresses(sides, rng, offsets):
     assert_same_bytes(sides[1].get(dst), expected)
 
 
+@pytest.mark.parametrize("far", ["source", "target"])
+def test_rows_far_apart(host_backend, rng, far):
+    """Offsets inside a block beyond 2^31 and 2^32."""
+    near, room = random_buffer(rng, (2, 4, 16), np.uint8), sparse_bytes(host_backend, 3 * BLOCK_STRIDE + 64)
+    spread = np.lib.stride_tricks.as_strided(room, near.shape, (16, BLOCK_STRIDE, 1))
+    if far == "source":
+        spread[...] = near
+    src, dst = (spread, np.zeros_like(near)) if far == "source" else (near, spread)
+    pagedkv.swap_blocks(src, dst, [(1, 0)])
+    assert_same_bytes(dst[0], near[1])
+    assert not dst[1].any()
+
+
 @pytest.mark.parametrize("kind", [list, tuple, lambda arrays: dict(enumerate(arrays))], ids=["list", "tuple", "dict"])
 def test_layers(sides, rng, kind):
     """Several arrays on each side, of shapes and dtypes of their own; each goes to that in its place."""
@@ -233,6 +247,23 @@ MISTAKES = {
     ),
     "no array": ({"src": None}, TypeError, "src: expected an array, got NoneType"),
 }
+
+
+def test_sides_crossed(host_backend, rng):
+    """Neither pool may be read and written, whichever goes to which."""
+    buffers = [random_buffer(rng, (4, 8)) for _ in range(2)]
+    first, second = (buffer.copy() for buffer in buffers)
+    with pytest.raises(ValueError, match=r"^dst\[0\]: expected other memory than src\[1\], got the same"):
+        pagedkv.swap_blocks([first, second], [second, first], [(0, 1)])
+    for got, want in zip((first, second), buffers, strict=True):
+        assert_same_bytes(got, want)
+
+
+def test_pools_without_bytes_share_no_memory(host_backend):
+    pool = np.zeros((4, 3))
+    pagedkv.swap_blocks(pool[:, :0], pool[:, :0], [(0, 1)])
+    pagedkv.swap_blocks(pool, pool[:0], [])
+    pagedkv.swap_blocks(pool[:0], pool, [])
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -192,6 +192,17 @@ def test_checked_reads_what_indices_and_scales_hold(card, rng):
         assert len(card.launched) == launches
 
 
+@pytest.mark.parametrize("name", ["block_table", "seqused_k", "cu_seqlens_q"])
+def test_checked_sees_wide_indices_as_they_are(card, rng, name):
+    """Cut to int32 they would be legal."""
+    arguments = on_card(rng)
+    arguments[name] = arguments[name].astype(np.int64)
+    arguments[name].host[-1] += 2**32
+    with pagedkv.checked(), pytest.raises((IndexError, ValueError), match=f"^{name}: "):
+        pagedkv.flash_attn_varlen_func(**arguments)
+    assert card.launched == []
+
+
 @pytest.mark.parametrize("query_lens", [[], [0, 0]], ids=["no sequences", "no queries"])
 def test_no_tokens_no_launch(card, rng, query_lens):
     arguments = put(cases.varlen(rng, query_lens, [9] * len(query_lens)))
