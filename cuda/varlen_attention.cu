@@ -141,12 +141,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
   // What is not quantised has no scale, whatever the caller gave.
   constexpr bool HAS_SCALES = !IS_SAME<scalar_t, cache_t>;
   const Scale scale_of_k{HAS_SCALES ? k_scale : nullptr, params.k_scale, params.k_scale_stride};
-#if __CUDA_ARCH__ < 900  // where registers do not suffice for a number that is 1
-  const float number_of_v = HAS_SCALES ? params.v_scale : 1.0f;
-#else
-  const float number_of_v = params.v_scale;
-#endif
-  const Scale scale_of_v{HAS_SCALES ? v_scale : nullptr, number_of_v, params.v_scale_stride};
+  const Scale scale_of_v{HAS_SCALES ? v_scale : nullptr, HAS_SCALES ? params.v_scale : 1.0f, params.v_scale_stride};
   extern __shared__ __align__(128) uint4 smem[];
   __shared__ QueryTile tile_smem;  // registers are for the mainloop
 
