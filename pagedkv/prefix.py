@@ -1,6 +1,7 @@
 """Hashes that name the contents of a sequence's blocks: equal only where everything up to there is equal."""
 
 import hashlib
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,7 +36,7 @@ class PrefixHashes:
             raise TypeError(wrong("extra_keys", "a sequence of keys", repr(extra_keys)))
         self._root = hashlib.sha256(b"" if salt is None else _encoded(salt)).digest()
         self._keys = b"".join(map(_encoded, extra_keys))
-        self._token_ids: list[int] = []
+        self._token_ids = array("q")  # 64 bits each; grows like a list and is read like an array
         self.hashes: list[bytes] = []  # of the full blocks
         self.extend(token_ids)
 
@@ -55,11 +56,11 @@ class PrefixHashes:
 
     def between(self, start: int, end: int) -> list[int]:
         """The tokens from one position to another, exclusive."""
-        return self._token_ids[start:end]
+        return self._token_ids[start:end].tolist()
 
     def extend(self, token_ids: Any) -> None:
         """Adds tokens at the end and hashes the blocks that they fill."""
-        self._token_ids += integer_row(token_ids, "token_ids").tolist()
+        self._token_ids.frombytes(integer_row(token_ids, "token_ids").tobytes())
         self._hash_full_blocks()
 
     def append(self, token_id: int) -> None:
@@ -77,14 +78,14 @@ class PrefixHashes:
         """The same, to be extended apart."""
         other = PrefixHashes(block_size=self.block_size)
         other._root, other._keys = self._root, self._keys
-        other._token_ids, other.hashes = self._token_ids.copy(), self.hashes.copy()
+        other._token_ids, other.hashes = self._token_ids[:], self.hashes.copy()
         return other
 
     def _hash_full_blocks(self) -> None:
         """Parent and tokens have one length in all blocks of one size, so no two contents make the same bytes."""
         first, end = len(self.hashes), len(self) // self.block_size
         parent, keys, sha256 = self.hashes[-1] if self.hashes else self._root, self._keys, hashlib.sha256
-        contents = np.array(self.between(first * self.block_size, end * self.block_size), "<i8").tobytes()
+        contents = np.array(self._token_ids[first * self.block_size : end * self.block_size], "<i8").tobytes()
         block_bytes = self.block_size * INT64.itemsize
         for start in range(0, len(contents), block_bytes):
             parent = sha256(parent + contents[start : start + block_bytes] + keys).digest()
