@@ -69,18 +69,8 @@ def lay_out(
     block = at // block_size
     slots = (table.reshape(-1)[of_token * table.shape[1] + block] - block) * block_size + at
     longest = int(ends.max(initial=0))
-    step = Step(
-        slots,
-        at,
-        starts,
-        ends.astype(INT32),
-        _rows_of(table, index, -(-longest // block_size)),
-        most,
-        longest,
-        num_tokens,
-        num_seqs,
-        copies,
-    )
+    block_table = _rows_of(table, index, -(-longest // block_size))
+    step = Step(slots, at, starts, ends.astype(INT32), block_table, most, longest, num_tokens, num_seqs, copies)
     return step if pad_seqs is None and pad_tokens is None else _padded(step, pad_seqs, pad_tokens)
 
 
