@@ -35,7 +35,8 @@ def warmup(
     dtype: of keys and queries: float16, bfloat16 or float32, a dtype of NumPy, torch or JAX or its name.
     num_heads, num_kv_heads, head_size, block_size: sizes of the queries and the cache.
     layout: ``"packed"``, which decode reads, ``"NHD"`` or ``"HND"``, which ``flash_attn_varlen_func`` does; with those
-        come the kernels of ``merge_attn_states``. That of ``advance_decode`` comes with all.
+        come the kernels of ``merge_attn_states``. With all come those of ``advance_decode`` and of ``gather_cache`` into
+        ``dtype``; ``convert_layout`` and the moves of blocks need an eager call of their own.
     kv_cache_dtype: as given to the ops.
     device: number of the CUDA device, None for the current one.
 
@@ -58,6 +59,7 @@ def warmup(
     shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_size, stored)
     caches = [np.empty(shape, stored) for shape in shapes]
     launches = [*_writes(dtype, caches, num_kv_heads, head_size, layout, kv_cache_dtype), _advance(block_size)]
+    launches.append(_gather(dtype, caches, layout, kv_cache_dtype))
     query = np.empty((1, num_heads, head_size), dtype)
     if layout == "packed":
         launches.append(_decode(query, caches, kv_cache_dtype))
@@ -132,6 +134,16 @@ def _advance(block_size: int) -> "Launch":
 
     table, slots = np.zeros((1, 1), np.int32), np.zeros(1, np.int64)
     return plan_advance(validated_advance(table, table[0], slots, slots, np.zeros(2, np.int32), block_size))
+
+
+def _gather(dtype: np.dtype, caches: list[np.ndarray], layout: str, kv_cache_dtype: str) -> "Launch":
+    from .gather_plan import plan_gather
+    from .validate_gather import gather_cache
+
+    indices = np.zeros((1, 2), np.int32)
+    options = {"num_tokens": 1, "kv_cache_dtype": kv_cache_dtype, "layout": layout}
+    options["dtype"] = None if kv_cache_dtype == "auto" else dtype
+    return plan_gather(gather_cache(*caches, indices, indices[0], None, None, None, None, None, **options))
 
 
 def _merge(output: np.ndarray) -> "Launch":

@@ -60,6 +60,10 @@ def test_calls_of_all_lengths_launch_what_was_warmed_up(launched, layout, dtype,
             _decode(pair, query, kv_cache_dtype=kv_cache_dtype, k_scale=scale, v_scale=scale)
         else:
             _varlen(pair, query, kv_cache_dtype=kv_cache_dtype, k_descale=scale, v_descale=scale, layout=layout)
+    table, out_dtype = np.zeros((3, 4), np.int32), None if kv_cache_dtype == "auto" else dtype
+    starts, options = np.array([0, 3, 3, 40], np.int32), {"kv_cache_dtype": kv_cache_dtype, "layout": layout}
+    for scale in scales:
+        pagedkv.gather_cache(*pair, table, starts, k_scale=scale, v_scale=scale, dtype=out_dtype, **options)
     table, slots = np.zeros((3, 2), np.int32), np.zeros(3, np.int64)
     pagedkv.advance_decode(table, np.ones(3, np.int32), slots, np.zeros(4, np.int32), block_size=16)
     assert loads(launches) == loads(warm)
