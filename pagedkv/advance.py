@@ -36,7 +36,10 @@ def advance_decode(
     devices, JAX arrays); on the host and inside ``checked()`` also IndexError for a sequence whose row is full or has
     no block for the new token. On a device such a token gets the slot -1, and a full row keeps its length.
 
-    >>> advance_decode(block_table, seq_lens, slot_mapping, query_start_loc, block_size=16)
+    >>> table.reserve(table.rows, 10)
+    >>> block_table, seq_lens = cupy.asarray(table.block_table), cupy.asarray(table.seq_lens, numpy.int32)
+    >>> advance_decode(block_table, seq_lens, slot_mapping, query_start_loc, block_size=16)  # in a graph, ten times
+    >>> table.append(table.rows, 10)  # what the device has done meanwhile
     """
     arrays = (block_table, seq_lens, slot_mapping, positions, query_start_loc)
     call = Call("advance_decode", arrays, (block_size,))

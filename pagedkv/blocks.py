@@ -189,7 +189,7 @@ class BlockPool:
         left = self._ref_counts[unique] - drops
         if (left < 0).any():
             worst = int(np.argmax(left < 0))
-            owners = f"at most {self._ref_counts[unique[worst]]} drops of block {unique[worst]}, one an owner"
+            owners = f"block {unique[worst]} at most {self._ref_counts[unique[worst]]} times, once for each owner"
             raise ValueError(wrong("block_ids", owners, drops[worst]))
         self._ref_counts[unique] = left
         freed = ids[np.sort(first)][::-1]
@@ -222,7 +222,7 @@ class BlockPool:
         """
         ids = self.check_ids(block_ids)
         if isinstance(hashes, str | bytes) or not all(isinstance(block_hash, bytes) for block_hash in hashes):
-            raise TypeError(wrong("hashes", "a sequence of bytes", type(hashes).__name__))
+            raise TypeError(wrong("hashes", "a sequence of bytes (PrefixHashes.hashes)", type(hashes).__name__))
         if len(hashes) != ids.size:
             raise ValueError(wrong("hashes", f"{ids.size}, one of each block", len(hashes)))
         if not self._ref_counts[ids].all():
@@ -238,12 +238,15 @@ class BlockPool:
     def longest_prefix(self, hashes: Iterable[bytes]) -> np.ndarray:
         """The blocks that hold the first of these chained hashes, up to one that no block holds: int32 ``[hits]``.
 
-        They may be free, and are to be touched before anything is allocated.
+        They may be free: ``touch`` them before anything is allocated, or hand them to ``BlockTable.add``, which does.
+        TypeError for what is no hash, such as a token.
         """
         hits = []
         for block_hash in hashes:
             block_id = self._blocks.get(block_hash)
             if block_id is None:
+                if not isinstance(block_hash, bytes):
+                    raise TypeError(wrong("hashes", "bytes (PrefixHashes.reusable)", type(block_hash).__name__))
                 break
             hits.append(block_id)
         return np.array(hits, INT32)

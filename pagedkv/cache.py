@@ -27,6 +27,7 @@ from .table import BlockTable
 from .validate import check_window
 from .validate_cache import check_block_form, check_scale_pair
 
+UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
 LONGEST = 131_072  # tokens, unless the caller says: the table has a row as long for every sequence
 
 
@@ -145,7 +146,7 @@ class PagedKVCache(Sequences):
     def __repr__(self) -> str:
         stored = self.dtype.name if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         form = f"{self.num_layers} layers x {self.num_blocks} {self.layout} blocks x {self.block_size} tokens"
-        heads = f"{self.num_kv_heads} heads x {self.head_size}, {stored}, {self.nbytes / 1e6:.1f} MB on {self.device}"
+        heads = f"{self.num_kv_heads} heads x {self.head_size}, {stored}, {_bytes(self.nbytes)} on {self.device}"
         used = f"{len(self.table)} sequences in {self.pool.num_used} blocks ({self.pool.usage:.0%})"
         return f"<PagedKVCache: {form}, {heads}; {used}>"
 
@@ -174,7 +175,7 @@ class PagedKVCache(Sequences):
         step is not written: ``truncate`` or ``free`` undoes that.
         """
         caches = [cache for layer in range(self.num_layers) for cache in self[layer]]
-        seqs = self.table.check_rows(seqs).copy()  # the caller may use the array again
+        seqs = self.table.check_rows(seqs, "seqs").copy()  # the caller may use the array again
         self._check_written(seqs)
         states = [self._prefixes.get(seq) for seq in seqs.tolist()]
         counts = self._counts(seqs, states, num_new)
@@ -198,6 +199,8 @@ class PagedKVCache(Sequences):
         if not batch._unwritten:  # by now its blocks may be shared
             raise ValueError(wrong("batch", "one that is to be written", "one written in all layers"))
         caches, kinds = self[layer], {"kv_cache_dtype": self.kv_cache_dtype, **self._scales}
+        for name, rows in (("key", key), ("value", value)):
+            self._check_rows(name, rows, batch)
         if self.layout == "packed":
             reshape_and_cache(key, value, *caches, batch.slot_mapping, **kinds)
         else:
@@ -231,11 +234,15 @@ class PagedKVCache(Sequences):
             cache knows 0 and 1.
 
         NotImplementedError for other than one new token of each sequence in the packed layout. ValueError for a batch
-        of the past, and for a window that would see what ``drop_outside_window`` has given back.
+        of the past or not yet written in this layer, and for a window that would see what ``drop_outside_window`` has
+        given back.
         """
         self._check_current(batch)
         self._check_window(batch, window_size)
+        self._check_rows("query", query, batch)
         caches = self[layer]
+        if index(layer) % self.num_layers in batch._unwritten:
+            raise ValueError(wrong("batch", f"one that is written in layer {layer}", "one that is not yet"))
         options = {"window_size": window_size, "softcap": softcap, "alibi_slopes": alibi_slopes, "out": out}
         options |= {"lse_out": lse_out, "kv_cache_dtype": self.kv_cache_dtype}
         if self.layout == "packed":
@@ -266,7 +273,7 @@ class PagedKVCache(Sequences):
 
         ValueError for a sequence that has lost blocks to its window.
         """
-        seq = self.table.check_row(seq)
+        seq = self.table.check_row(seq, "seq")
         count = self.num_tokens(seq)
         row = self.table.block_table[[seq], : -(-count // self.block_size)]
         if (row < 0).any():  # which a kernel would follow
@@ -290,6 +297,17 @@ class PagedKVCache(Sequences):
             seq = batch.seqs[np.argmax(first_seen < dropped)]
             raise ValueError(wrong("window_size", f"one that sees what is left of sequence {seq}", window_size))
 
+    def _check_rows(self, name: str, rows: Any, batch: Batch) -> None:
+        """What the ops say of these would be of arguments that the caller of a cache does not know."""
+        shape, dtype = getattr(rows, "shape", None), getattr(rows, "dtype", None)
+        if shape is None or dtype is None:
+            raise TypeError(wrong(name, "an array", type(rows).__name__))
+        if float_dtype(dtype, name) != self.dtype:
+            raise TypeError(wrong(name, f"{self.dtype.name}, the cache's dtype", dtype))
+        if len(shape) != 3 or shape[0] < batch.host.num_tokens:
+            expected = f"[{batch.host.num_tokens} tokens or more, heads, {self.head_size}]"
+            raise ValueError(wrong(name, expected, f"shape {tuple(shape)}"))
+
     def _decode_packed(
         self, query: Any, caches: Layer, batch: Batch, num_splits: int, workspace: Any, options: dict[str, Any]
     ) -> Any:
@@ -304,3 +322,9 @@ class PagedKVCache(Sequences):
         if num_splits == 1:
             return paged_attention_v1(*arrays, **options)
         return paged_attention(*arrays, workspace=workspace, **options)
+
+
+def _bytes(count: int) -> str:
+    """In the largest unit of which there is one."""
+    unit = next((unit for unit in ("GB", "MB", "kB") if count >= UNITS[unit]), "B")
+    return f"{count / UNITS[unit]:.3g} {unit}"

@@ -9,8 +9,9 @@ from .dispatch import run_on_backend
 def copy_blocks(caches: Any, mapping: Any) -> None:
     """Copies blocks inside each of some caches, all by the same mapping, as if every source were read before a write.
 
-    caches: arrays ``[num_blocks, ...]``, in a sequence or a mapping, or a single one: key and value caches of all
-        layers; written. Any dtypes, layouts and strides, each its own; alike in ``num_blocks`` and device.
+    caches: arrays ``[num_blocks, ...]``, in a sequence or a mapping, of pairs if you like, or a single one: key and
+        value caches of all layers; written. Any dtypes, layouts and strides, each its own; alike in ``num_blocks`` and
+        device.
     mapping: ``[num_pairs, 2]``, signed integers: pairs (source, destination), in a list or an array on the host or the
         caches' device. A source may have several destinations; (a, a) changes nothing.
 

@@ -18,6 +18,7 @@ class PrefixHashes:
 
     A block's hash is the SHA-256 of its parent's, the block before, and of its own tokens and extra keys; the first
     block's parent is made of the salt. So equal hashes mean equal tokens from the sequence's start on, under one salt.
+    ``hashes`` has those of all full blocks, to be registered, ``reusable`` those to look for.
 
     token_ids: signed integers, a list or an array.
     block_size: tokens of a block.
@@ -42,6 +43,9 @@ class PrefixHashes:
 
     def __len__(self) -> int:
         return len(self._token_ids)
+
+    def __repr__(self) -> str:
+        return f"<PrefixHashes: {len(self)} tokens, {len(self.hashes)} full blocks of {self.block_size}>"
 
     @property
     def token_ids(self) -> np.ndarray:

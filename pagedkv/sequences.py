@@ -1,7 +1,7 @@
 """The sequences of a paged cache: their tokens, their blocks, and the steps that they are in."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ SERIALS = count(1)  # numbers of the steps of all caches: none takes the batch o
 NO_BOUND = np.iinfo(np.int64).max // 2
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Batch:
     """The new tokens of some sequences: what ``PagedKVCache.step`` makes, and ``write`` and ``attend`` take.
 
@@ -38,9 +38,12 @@ class Batch:
     query_start_loc: Any
     seq_lens: Any
     block_table: Any
-    _states: list[PrefixHashes | None] = field(repr=False)
-    _serial: int = field(repr=False)
-    _unwritten: set[int] = field(repr=False)  # layers
+    _states: list[PrefixHashes | None]
+    _serial: int
+    _unwritten: set[int]  # layers
+
+    def __repr__(self) -> str:
+        return f"<Batch: {self.host.num_tokens} new tokens of {self.host.num_seqs} sequences>"
 
     @property
     def positions(self) -> np.ndarray:
@@ -99,7 +102,7 @@ class Sequences:
 
     def extend_each(self, seqs: Any, token_ids: Any) -> None:
         """``extend`` by one token for each of many sequences, ``[num_seqs]``: what a decode step has made."""
-        seqs, tokens = self.table.check_rows(seqs), integer_row(token_ids, "token_ids")
+        seqs, tokens = self.table.check_rows(seqs, "seqs"), integer_row(token_ids, "token_ids")
         if tokens.size != seqs.size:
             raise ValueError(wrong("token_ids", f"{seqs.size}, one for each sequence", tokens.size))
         prefixes = [self._prefixes.get(seq) for seq in seqs.tolist()]
@@ -116,7 +119,7 @@ class Sequences:
 
     def num_tokens(self, seq: int) -> int:
         """Tokens of a sequence whose keys and values are in the cache, or will be when its last step is written."""
-        return int(self.table.seq_lens[self.table.check_row(seq)])
+        return int(self.table.seq_lens[self.table.check_row(seq, "seq")])
 
     def num_pending(self, seq: int) -> int:
         """Tokens of a sequence that are known and not computed yet."""
@@ -127,7 +130,7 @@ class Sequences:
 
         Whichever of them first writes into a block that both have gets a copy of it.
         """
-        self._check_written(self.table.check_rows(seq))
+        self._check_written(self.table.check_rows(seq, "seq"))
         other = self.table.fork(seq)
         if seq in self._prefixes:
             self._prefixes[other] = self._prefixes[seq].copy()
@@ -137,9 +140,10 @@ class Sequences:
     def truncate(self, seq: int, num_tokens: int) -> None:
         """Takes back the tokens of a sequence after the first ``num_tokens``, as speculative decoding rejects them.
 
-        A step that was to be written and is not, because of an error, is undone by this.
+        A step that was to be written and is not, because of an error, is undone by truncating to the length before it:
+        its tokens are forgotten as well, and can be told again by ``extend``.
         """
-        seq = self.table.check_row(seq)
+        seq = self.table.check_row(seq, "seq")
         prefix, in_cache = self._prefixes.get(seq), self.num_tokens(seq)
         known = in_cache if prefix is None else len(prefix)
         if check_size(num_tokens, "num_tokens", minimum=0) > known:
@@ -155,15 +159,18 @@ class Sequences:
 
     def free(self, seqs: Any) -> None:
         """Ends a sequence, or several. Full blocks stay known until others need them (``BlockPool``)."""
-        seqs = self.table.check_rows(seqs)
+        seqs = self.table.check_rows(seqs, "seqs")
         self.table.free(seqs)
         self._serials[seqs], self._is_open[seqs] = 0, False
         for seq in seqs.tolist():
             self._prefixes.pop(seq, None)
 
     def drop_outside_window(self, seqs: Any, window_size: int) -> int:
-        """Gives back the blocks of sequences that no further token sees; see ``BlockTable.drop_outside_window``."""
-        seqs = self.table.check_rows(seqs)
+        """Gives back the blocks of sequences that no further token sees; see ``BlockTable.drop_outside_window``.
+
+        From then on ``attend`` needs a window that sees no more: ``window_size=(window_size - 1, 0)`` or less.
+        """
+        seqs = self.table.check_rows(seqs, "seqs")
         self._check_written(seqs)
         self._serials[seqs] = 0  # a batch of the past still names the blocks that others may get now
         return self.table.drop_outside_window(seqs, window_size)
@@ -176,7 +183,7 @@ class Sequences:
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def _prefix(self, seq: int) -> PrefixHashes:
-        seq = self.table.check_row(seq)
+        seq = self.table.check_row(seq, "seq")
         if seq not in self._prefixes:
             raise ValueError(wrong("seq", "a sequence with token ids", f"sequence {seq}, added without"))
         return self._prefixes[seq]
@@ -189,9 +196,13 @@ class Sequences:
     def _check_written(self, seqs: np.ndarray) -> None:
         is_open = self._is_open[seqs]
         if is_open.any():
-            raise ValueError(wrong("seqs", "sequences whose last step is written", f"sequence {seqs[is_open][0]}"))
+            seq = int(seqs[is_open][0])
+            left = f"sequence {seq}: write it in all layers, truncate to {self._written_lens[seq]} tokens, or free"
+            raise ValueError(wrong("seqs", "sequences whose last step is written", left))
 
     def _check_current(self, batch: Batch) -> None:
+        if not isinstance(batch, Batch):
+            raise TypeError(wrong("batch", "what step() returned", type(batch).__name__))
         is_current = self._serials[batch.seqs] == batch._serial
         if not is_current.all():
             raise ValueError(

@@ -50,7 +50,7 @@ def find_num_blocks(num_blocks: Any, block_bytes: int, device: int, memory_fract
             raise ValueError(wrong("num_blocks", "a number or 'auto'", repr(num_blocks)))
         return check_size(num_blocks, "num_blocks", minimum=1)
     if device == HOST:
-        raise ValueError(wrong("num_blocks", "a number on the host; 'auto' asks a device", "'auto'"))
+        raise ValueError(wrong("num_blocks", "a number with device='cpu', since 'auto' asks a GPU", "'auto'"))
     share = check_number(memory_fraction, "memory_fraction", "a share from 0 to 1", minimum=0.0)
     if share > 1:
         raise ValueError(wrong("memory_fraction", "a share from 0 to 1", memory_fraction))

@@ -41,6 +41,8 @@ class BlockTable:
         if self.max_blocks * self.block_size > LARGEST_LENGTH:
             longest = f"rows of at most {LARGEST_LENGTH} tokens"
             raise ValueError(wrong("max_blocks", longest, f"{self.max_blocks} blocks of {self.block_size}"))
+        if not isinstance(pool, BlockPool):
+            raise TypeError(wrong("pool", "a BlockPool", type(pool).__name__))
         self.pool = pool
         self._table = np.full((self.max_seqs, self.max_blocks), NO_BLOCK, INT32)
         self._seq_lens = np.zeros(self.max_seqs, INT64)
@@ -88,7 +90,10 @@ class BlockTable:
     # ---- sequences --------------------------------------------------------------------------------------------------
 
     def add(self, prefix: Any = ()) -> int:
-        """A new sequence, whose first tokens fill the blocks ``prefix`` (see ``BlockPool.longest_prefix``)."""
+        """A new sequence, whose first tokens fill the blocks ``prefix`` (see ``BlockPool.longest_prefix``).
+
+        The row becomes one more owner of each: they need not be touched before.
+        """
         if not self._free_rows:
             raise ValueError(wrong("max_seqs", f"a free row of {self.max_seqs}", "none"))
         block_ids = self.pool.check_ids(prefix)
@@ -131,7 +136,8 @@ class BlockTable:
 
     def reserve(self, rows: Any, num_new: Any) -> None:
         """Gives sequences the blocks for that many more tokens, and no tokens: steps that a device takes by itself need
-        no new blocks then (``advance_decode``). The last block, if it is shared, is not copied: ``append`` does that.
+        no new blocks then (``advance_decode``). What it has done ``append`` tells the table afterwards. The last block,
+        if it is shared, is not copied: ``append`` does that.
         """
         rows, index, counts = self._asked(rows, num_new)
         missing = self._missing(self._seq_lens[index] + counts, index)
@@ -327,7 +333,7 @@ class BlockTable:
         """``num_new`` as int64, one for each row; an error unless it is that or one for all, none negative."""
         counts = integer_row(num_new, "num_new")
         if counts.size != rows.size and np.ndim(num_new) != 0:
-            raise ValueError(wrong("num_new", f"one number, or {rows.size}", counts.size))
+            raise ValueError(wrong("num_new", f"one number, or one for each of {rows.size} rows", counts.size))
         if counts.min(initial=0) < 0:
             raise ValueError(wrong("num_new", "at least 0", int(counts.min())))
         capacity = self.max_blocks * self.block_size
@@ -335,17 +341,17 @@ class BlockTable:
             raise ValueError(wrong("num_new", f"at most {capacity} tokens, what a row holds", int(counts.max())))
         return np.full(rows.size, counts, INT64)
 
-    def check_row(self, row: int) -> int:
-        """``row`` as an int; an error unless it holds a sequence."""
-        return int(self.check_rows(check_size(row, "row", minimum=0))[0])
+    def check_row(self, row: int, name: str = "row") -> int:
+        """``row`` as an int; an error, which calls it ``name``, unless it holds a sequence."""
+        return int(self.check_rows(check_size(row, name, minimum=0), name)[0])
 
-    def check_rows(self, rows: Any) -> np.ndarray:
-        """``rows`` as an array; an error unless each holds a sequence and comes once."""
-        return self._located(rows)[0]
+    def check_rows(self, rows: Any, name: str = "rows") -> np.ndarray:
+        """``rows`` as an array; an error, which calls them ``name``, unless each holds a sequence and comes once."""
+        return self._located(rows, name)[0]
 
-    def _located(self, rows: Any) -> tuple[np.ndarray, Index]:
+    def _located(self, rows: Any, name: str = "rows") -> tuple[np.ndarray, Index]:
         """Checked rows, as an array and as what picks them fastest: a slice where they adjoin."""
-        rows = integer_row(rows, "rows")
+        rows = integer_row(rows, name)
         first = int(rows[0]) if rows.size else 0
         span = slice(first, first + rows.size)
         if first >= 0 and span.stop <= self.max_seqs and (rows == self._numbers[span]).all():
@@ -353,19 +359,20 @@ class BlockTable:
         else:
             index = rows
             if rows.max() >= self.max_seqs or rows.min() < 0:
-                raise IndexError(wrong("rows", f"from 0 to {self.max_seqs - 1}", f"{rows.min()} to {rows.max()}"))
-            self._check_each_once(rows)
+                outside = rows[(rows < 0) | (rows >= self.max_seqs)][0]
+                raise IndexError(wrong(name, f"numbers from 0 to {self.max_seqs - 1}", outside))
+            self._check_each_once(rows, name)
         is_live = self._is_live[index]
         if not is_live.all():
-            raise ValueError(wrong("rows", "rows with a sequence", f"row {rows[~is_live][0]}"))
+            raise ValueError(wrong(name, "a sequence that was added and not freed", rows[~is_live][0]))
         return rows, index
 
-    def _check_each_once(self, rows: np.ndarray) -> None:
+    def _check_each_once(self, rows: np.ndarray, name: str) -> None:
         numbers = self._numbers[: rows.size] if rows.size <= self.max_seqs else np.arange(rows.size)
         self._marks[rows] = numbers
         is_last = self._marks[rows] == numbers
         if not is_last.all():
-            raise ValueError(wrong("rows", "each row once", f"row {rows[~is_last][0]} twice"))
+            raise ValueError(wrong(name, "each once", f"{rows[~is_last][0]} twice"))
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Validation of moves of whole blocks. Which blocks a mapping names is checked in ``indices.py``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,9 @@ def block_swap(src: Any, dst: Any, mapping: Any, stream: Any) -> BlockMove:
 
 
 def _views(given: Any, name: str) -> dict[str, ArrayView]:
-    """An array, or those in a sequence or mapping, by the names that errors give them."""
-    if isinstance(given, Mapping):
-        views = {f"{name}[{key!r}]": view(array, f"{name}[{key!r}]") for key, array in given.items()}
-    elif isinstance(given, Sequence):
-        views = {f"{name}[{i}]": view(array, f"{name}[{i}]") for i, array in enumerate(given)}
-    else:
-        views = {name: view(given, name)}
+    """An array, or those in a sequence or mapping, of which some may be such again, by the names that errors give
+    them."""
+    views = {one: view(array, one) for one, array in _named(given, name)}
     num_blocks = None
     for one, array in views.items():
         if array.ndim == 0:
@@ -69,6 +65,17 @@ def _views(given: Any, name: str) -> dict[str, ArrayView]:
         if array.shape[0] != num_blocks:
             raise ValueError(wrong(one, f"{num_blocks} blocks like {next(iter(views))}", array.shape[0]))
     return views
+
+
+def _named(given: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(given, Mapping):
+        for key, item in given.items():
+            yield from _named(item, f"{name}[{key!r}]")
+    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        for i, item in enumerate(given):
+            yield from _named(item, f"{name}[{i}]")
+    else:
+        yield name, given
 
 
 def _described(given: Any, views: dict[str, ArrayView]) -> str:

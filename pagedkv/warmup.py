@@ -35,8 +35,8 @@ def warmup(
     dtype: of keys and queries: float16, bfloat16 or float32, a dtype of NumPy, torch or JAX or its name.
     num_heads, num_kv_heads, head_size, block_size: sizes of the queries and the cache.
     layout: ``"packed"``, which decode reads, ``"NHD"`` or ``"HND"``, which ``flash_attn_varlen_func`` does; with those
-        come the kernels of ``merge_attn_states``. With all come those of ``advance_decode`` and of ``gather_cache`` into
-        ``dtype``; ``convert_layout`` and the moves of blocks need an eager call of their own.
+        come the kernels of ``merge_attn_states``. With all come those of ``advance_decode`` and, into ``dtype``, of
+        ``gather_cache``; ``convert_layout`` and the moves of blocks need an eager call of their own.
     kv_cache_dtype: as given to the ops.
     device: number of the CUDA device, None for the current one.
 

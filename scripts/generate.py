@@ -133,9 +133,9 @@ backend_option = click.option(
 )
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--prompt", "prompts", multiple=True, help="A user message; may be given several times.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each answer.")
 @block_size_option
 @layout_option
 @click.option(

@@ -120,7 +120,10 @@ def read_prompts(prompts: tuple[str, ...], prompts_file: Path | None) -> list[st
     """Those given, those of the file, or the default ones."""
     if prompts_file is None:
         return list(prompts or DEFAULT_PROMPTS)
-    lines = [line.strip() for line in prompts_file.read_text("utf-8").splitlines()]
+    try:
+        lines = [line.strip() for line in prompts_file.read_text("utf-8").splitlines()]
+    except UnicodeDecodeError:
+        raise ValueError(f"prompts_file: expected UTF-8 text, got other bytes in {prompts_file}") from None
     prompts = [*prompts, *(line for line in lines if line)]
     if not prompts:
         raise ValueError(f"prompts_file: expected a prompt in each line, got none in {prompts_file}")
@@ -154,18 +157,18 @@ def make_requests(
     return seqs
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--prompt", "prompts", multiple=True, help="A user message; may be given several times.")
 @click.option(
     "--prompts-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file with a user message in each line.",
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=48, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="Of each answer.")
 @click.option(
     "--num-blocks",
     type=click.IntRange(min=1),
-    help="Of the pool.  [default: a quarter of what all requests would need at once]",
+    help="Of the pool.  [default: a quarter of what all requests would need at once, but enough for the largest]",
 )
 @click.option("--max-seqs", type=click.IntRange(min=1), default=8, show_default=True, help="That run at a time.")
 @click.option("--max-batch-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a step.")

@@ -60,7 +60,7 @@ def test_double_free_free_of_a_shared_block_free_of_a_list_with_a_repeat(ref_cou
     for _ in range(ref_count - 1):
         pool.touch(block)
     before = state(pool)
-    with pytest.raises(ValueError, match=rf"block_ids: expected at most {ref_count} drops of block 0.*{ref_count + 1}"):
+    with pytest.raises(ValueError, match=rf"block_ids: expected block 0 at most {ref_count} times, .*{ref_count + 1}"):
         pool.free([block] * (ref_count + 1))
     assert state(pool) == before
     pool.free([block] * ref_count)
@@ -417,3 +417,13 @@ def test_asking_for_shared_blocks_takes_no_time():
 def test_ragged_numbers():
     with pytest.raises(ValueError, match="block_ids: expected integers in one row, got a ragged sequence"):
         BlockPool(4).free([[0], [1, 2]])
+
+
+@pytest.mark.parametrize("hashes", [[1, 2], ["a"], [None]], ids=str)
+def test_looking_for_what_is_no_hash(hashes):
+    with pytest.raises(TypeError, match="hashes: expected bytes"):
+        BlockPool(4).longest_prefix(hashes)
+
+
+def test_repr_of_prefix_hashes():
+    assert repr(prefix(1, 2, 3)) == "<PrefixHashes: 3 tokens, 1 full blocks of 2>"

@@ -505,7 +505,7 @@ def test_a_step_where_some_take_one_token_and_others_none():
 def test_more_repeats_than_there_are_rows():
     table = table_with(3, 5)
     before = state(table)
-    with pytest.raises(ValueError, match="rows: expected each row once, got row 0 twice"):
+    with pytest.raises(ValueError, match="rows: expected each once, got 0 twice"):
         table.append([0] * 5, 1)
     assert state(table) == before
 
@@ -650,3 +650,8 @@ def test_csr_arrays_of_other_kinds(change, error):
     given = {"indptr": np.array([0, 1]), "indices": np.array([0]), "last_page_len": np.array([1]), "block_size": 4}
     with pytest.raises(error, match=r"(indptr|indices|last_page_len|block_size): expected"):
         csr_to_block_table(**given | change)
+
+
+def test_a_pool_that_is_none():
+    with pytest.raises(TypeError, match="pool: expected a BlockPool, got int"):
+        BlockTable(4, 8, 4, 8)

@@ -410,3 +410,15 @@ def test_caches_on_two_devices(monkeypatch, rng):
     monkeypatch.setattr("pagedkv.validate_moves.view", lambda a, name: caches[a])
     with pytest.raises(TypeError, match=r"^caches\[1\]: expected an array on cpu like caches\[0\], got cuda:1"):
         pagedkv.copy_blocks([0, 1], [(0, 1)])
+
+
+def test_pairs_of_caches(backend, rng):
+    """As a `PagedKVCache` has them, layer by layer; errors name the one that is wrong."""
+    buffers = [random_buffer(rng, (6, 3, 8)) for _ in range(4)]
+    a, b, c, d = on_backend = [backend.put(buffer.copy()) for buffer in buffers]
+    pagedkv.copy_blocks([(a, b), (c, d)], [(0, 1), (1, 2)])
+    for got, buffer in zip(on_backend, buffers, strict=True):
+        moved(buffer, buffer, [(0, 1), (1, 2)])
+        assert_same_bytes(backend.get(got), buffer)
+    with pytest.raises(ValueError, match=r"^caches\[1\]\[0\]: expected 6 blocks like caches\[0\], got 5"):
+        pagedkv.copy_blocks([a, (b[:5],)], [(0, 1)])

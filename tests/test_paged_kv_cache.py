@@ -8,6 +8,7 @@ from conftest import BACKENDS, make_backend
 
 import pagedkv
 from pagedkv import OutOfBlocks, PagedKVCache
+from pagedkv import cache as cache_module
 
 NUM_LAYERS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, NUM_HEADS = 2, 8, 2, 16, 4
 SIZES = (BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
@@ -305,7 +306,9 @@ def test_the_last_step_comes_before_the_next(rng):
     batch = cache.step([seq], 4)
     cache.write(0, *(rows_for(rng, cache, 4) for _ in range(2)), batch)
     for call in (lambda: cache.step([seq], 1), lambda: cache.fork(seq), lambda: cache.drop_outside_window(seq, 1)):
-        with pytest.raises(ValueError, match="seqs: expected sequences whose last step is written, got sequence 0"):
+        with pytest.raises(
+            ValueError, match="seqs: expected sequences whose last step is written, got sequence 0: write it"
+        ):
             call()
     cache.truncate(seq, 2)  # not all of the step
     with pytest.raises(ValueError, match="whose last step is written"):
@@ -411,6 +414,79 @@ def test_what_a_window_has_given_back_is_not_read(rng):
         assert np.isfinite(cache.attend(0, query, batch, window_size=window_size)).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "error", "text"),
+    [
+        (
+            "key",
+            lambda rows: rows[:4],
+            ValueError,
+            r"key: expected \[5 tokens or more, heads, 16\], got shape \(4, 2, 16\)",
+        ),
+        ("value", lambda rows: rows.reshape(5, -1), ValueError, r"value: expected \[5 tokens or more"),
+        (
+            "key",
+            lambda rows: rows.astype(np.float16),
+            TypeError,
+            "key: expected float32, the cache's dtype, got float16",
+        ),
+        (
+            "query",
+            lambda rows: rows.astype(np.float16),
+            TypeError,
+            "query: expected float32, the cache's dtype, got float16",
+        ),
+        ("query", lambda rows: rows.reshape(5, -1), ValueError, r"query: expected \[5 tokens or more"),
+        ("query", lambda rows: rows[:4], ValueError, r"query: expected \[5 tokens or more"),
+        ("query", lambda rows: rows.astype(int), TypeError, "query: expected one of float16"),
+        ("value", lambda rows: rows.tolist(), TypeError, "value: expected an array, got list"),
+    ],
+    ids=str,
+)
+def test_rows_that_do_not_fit_the_cache(rng, name, change, error, text):
+    """The errors name what the caller of a cache has passed."""
+    cache = make()
+    batch = cache.step([cache.add()], 5)
+    rows = {"key": rows_for(rng, cache, 5), "value": rows_for(rng, cache, 5)}
+    if name == "query":
+        written(rng, make_backend("numpy"), cache, batch)
+        with pytest.raises(error, match=text):
+            cache.attend(0, change(rows_for(rng, cache, 5, NUM_HEADS)), batch)
+        return
+    before = cache[0].k.copy()
+    with pytest.raises(error, match=text):
+        cache.write(0, **rows | {name: change(rows[name])}, batch=batch)
+    np.testing.assert_array_equal(cache[0].k, before)
+
+
+def test_a_layer_is_written_before_it_is_read(rng):
+    cache = make()
+    batch = cache.step([cache.add()], 5)
+    cache.write(0, rows_for(rng, cache, 5), rows_for(rng, cache, 5), batch)
+    query = rows_for(rng, cache, 5, NUM_HEADS)
+    assert np.isfinite(cache.attend(0, query, batch)).all()
+    for layer in (1, -1):
+        with pytest.raises(
+            ValueError, match=f"batch: expected one that is written in layer {layer}, got one that is not"
+        ):
+            cache.attend(layer, query, batch)
+
+
+def test_what_is_no_batch(rng):
+    cache = make()
+    batch = cache.step([cache.add()], 5)
+    with pytest.raises(TypeError, match=r"batch: expected what step\(\) returned, got Step"):
+        cache.attend(0, rows_for(rng, cache, 5, NUM_HEADS), batch.host)
+    assert repr(batch) == "<Batch: 5 new tokens of 1 sequences>"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(999, "999 B"), (49_152, "49.2 kB"), (2 * 10**6, "2 MB"), (12 * 10**9, "12 GB")]
+)
+def test_units_of_sizes(nbytes, text):
+    assert cache_module._bytes(nbytes) == text
+
+
 @pytest.mark.parametrize("layer", [2, -3, slice(0, 1), 0.0], ids=str)
 def test_layers_that_there_are_not(rng, layer):
     cache = make()
@@ -466,7 +542,7 @@ def test_sequences_that_there_are_not(method):
     cache = make()
     cache.free(cache.add())
     arguments = {"extend": ([1],), "truncate": (0,)}.get(method, ())
-    with pytest.raises(ValueError, match="rows: expected rows with a sequence, got row 0"):
+    with pytest.raises(ValueError, match=r"seqs?: expected a sequence that was added and not freed, got 0"):
         getattr(cache, method)(0, *arguments)
 
 
@@ -509,7 +585,7 @@ def test_a_batch_of_which_one_sequence_has_gone_on(rng):
     with pytest.raises(ValueError, match=r"batch: expected the last step of its sequences, got one that 1 has left"):
         cache.write(0, *(rows_for(rng, cache, 18) for _ in range(2)), batch)
     np.testing.assert_array_equal(cache[0].k, key)
-    with pytest.raises(ValueError, match="whose last step is written, got sequence 0"):
+    with pytest.raises(ValueError, match="whose last step is written, got sequence 0: write it"):
         cache.step([third, first], 0)
 
 
@@ -660,7 +736,7 @@ def test_repr_tells_usage():
     cache = make()
     cache.step([cache.add()], 20)
     assert repr(cache) == (
-        "<PagedKVCache: 2 layers x 12 NHD blocks x 8 tokens, 2 heads x 16, float32, 0.0 MB on cpu; "
+        "<PagedKVCache: 2 layers x 12 NHD blocks x 8 tokens, 2 heads x 16, float32, 49.2 kB on cpu; "
         "1 sequences in 3 blocks (25%)>"
     )
 
@@ -697,7 +773,11 @@ def test_an_order_of_blocks():
         ({"num_layers": 0}, ValueError, "num_layers: expected at least 1"),
         ({"num_blocks": 0}, ValueError, "num_blocks: expected at least 1"),
         ({"num_blocks": "all"}, ValueError, "num_blocks: expected a number or 'auto'"),
-        ({"num_blocks": "auto"}, ValueError, "num_blocks: expected a number on the host"),
+        (
+            {"num_blocks": "auto"},
+            ValueError,
+            "num_blocks: expected a number with device='cpu', since 'auto' asks a GPU",
+        ),
         ({"num_blocks": 1.5}, TypeError, "num_blocks"),
         ({"head_size": 12}, ValueError, "head_size: expected a multiple of 8"),
         ({"head_size": 264}, NotImplementedError, "head_size: expected at most 256"),

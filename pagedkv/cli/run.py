@@ -58,7 +58,7 @@ def known_ops(ctx: click.Context, param: click.Parameter, ops: tuple[str, ...]) 
     metavar="N",
     help="Tokens of the longest one.  [default: 1024 on numpy, 64 on ptx, 4096 on cuda]",
 )
-@input_options(layout_help="Blocks of the flash ops; the others have the packed layout.")
+@input_options(layout_help="Of all caches but those of reshape_and_cache and paged_attention, which are packed.")
 @click.option("--backend", type=click.Choice(BACKENDS), help="[default: cuda where a GPU is usable, else numpy]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--verbose", is_flag=True, help="Say which kernel instance ran, and what was allowed.")
