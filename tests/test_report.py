@@ -11,7 +11,7 @@ import pagedkv
 from pagedkv.cli import report
 
 CHECKOUT = Path(__file__).parent.parent
-BENCHES = ("write", "decode", "decode NHD", "decode HND", "prefill", "mixed", "pool")
+BENCHES = ("write", "decode", "decode NHD", "decode HND", "prefill", "mixed", "pool", "gather")
 SECTIONS = {f"bench {bench}" for bench in BENCHES}
 
 

@@ -10,6 +10,7 @@ from pagedkv.dtypes import BY_NAME
 from . import report
 from .bench_options import DEFAULT_RESULTS, check_gpu, deliver, progress, record_options
 from .decode_command import decode
+from .gather_command import gather
 from .mixed_command import mixed
 from .options import POSITIVE
 from .pool_command import pool
@@ -41,7 +42,7 @@ def write(results: Path | None, as_json: bool, tokens: tuple[int, ...], dtype: s
     deliver(record, results, as_json)
 
 
-for command in (decode, prefill, mixed, pool):
+for command in (decode, prefill, mixed, pool, gather):
     bench.add_command(command)
 
 

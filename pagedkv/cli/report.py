@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .decode_section import decode_section
 from .decode_table import decode_markdown
+from .gather_table import gather_markdown
 from .markdown import Record, best_read_text, origin, table_lines
 from .mixed_table import mixed_markdown
 from .pool_table import pool_markdown
@@ -112,6 +113,7 @@ MARKDOWN: dict[str, Callable[[Record], str]] = {
     "prefill": prefill_markdown,
     "mixed": mixed_markdown,
     "pool": pool_markdown,
+    "gather": gather_markdown,
 }
 SECTIONS: dict[str, Callable[[list[Record]], str]] = {
     "write": _all(write_markdown),
@@ -121,4 +123,5 @@ SECTIONS: dict[str, Callable[[list[Record]], str]] = {
     "prefill": _all(prefill_markdown),
     "mixed": _all(mixed_markdown),
     "pool": _all(pool_markdown),
+    "gather": _all(gather_markdown),
 }
