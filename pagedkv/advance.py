@@ -5,11 +5,9 @@ from typing import Any
 from . import checks
 from .arrays import ArrayView, view
 from .dispatch import run_on_backend
-from .dtypes import INT32, INT64
+from .dtypes import INT32, INT64, LARGEST_INT32
 from .problem import AdvanceDecode
 from .repeats import MISS, Call
-
-LARGEST_LENGTH = 2**31 - 1  # that int32 holds
 
 
 def advance_decode(
@@ -63,8 +61,8 @@ def validated_advance(
     arrays = {"seq_lens": lens, "block_table": table, "slot_mapping": slots, "query_start_loc": starts, "positions": at}
     checks.check_same_device(arrays)
     size = checks.check_size(block_size, "block_size", minimum=1)
-    if size * max(1, table.shape[1]) > LARGEST_LENGTH:
-        raise ValueError(checks.wrong("block_size", f"rows of at most {LARGEST_LENGTH} tokens", f"blocks of {size}"))
+    if size * max(1, table.shape[1]) > LARGEST_INT32:
+        raise ValueError(checks.wrong("block_size", f"rows of at most {LARGEST_INT32} tokens", f"blocks of {size}"))
     return AdvanceDecode(table, lens, slots, starts, at, size)
 
 

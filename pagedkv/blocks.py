@@ -134,9 +134,7 @@ class BlockPool:
     @property
     def ref_counts(self) -> np.ndarray:
         """Owners of each block, int32 ``[num_blocks]``, not to be written."""
-        counts = self._ref_counts.view()
-        counts.flags.writeable = False
-        return counts
+        return read_only(self._ref_counts)
 
     @property
     def has_writable_shared(self) -> bool:
@@ -308,3 +306,10 @@ def _permutation(order: Iterable[int], num_blocks: int) -> np.ndarray:
     if ids.shape != (num_blocks,) or (np.sort(ids) != np.arange(num_blocks)).any():
         raise ValueError(wrong("order", f"each number below {num_blocks} once", f"{ids.size} numbers"))
     return ids.astype(INT32)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The same memory, not to be written."""
+    shared = array.view()
+    shared.flags.writeable = False
+    return shared

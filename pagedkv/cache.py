@@ -291,8 +291,7 @@ class PagedKVCache(Sequences):
         if not dropped.any():
             return
         left, _ = check_window(window_size)
-        ends, starts = batch.host.seq_lens[: batch.host.num_seqs], batch.host.query_start_loc[: batch.host.num_seqs + 1]
-        first_seen = np.maximum(ends - np.diff(starts) - left, 0) if left >= 0 else np.zeros_like(dropped)
+        first_seen = np.maximum(self._written_lens[batch.seqs] - left, 0) if left >= 0 else np.zeros_like(dropped)
         if (first_seen < dropped).any():
             seq = batch.seqs[np.argmax(first_seen < dropped)]
             raise ValueError(wrong("window_size", f"one that sees what is left of sequence {seq}", window_size))

@@ -1,6 +1,6 @@
 """CUDA backend: launches the kernels in ``cuda/`` on the arrays' device and the framework's current stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -20,7 +20,7 @@ from .launch import Launch
 from .merge_plan import merge_arrays, plan_merge
 from .problem import AdvanceDecode, Attention, BlockMove, CacheWrite, ConvertLayout, GatherCache, MergeStates
 from .read_plan import ReadLaunch
-from .repeats import Replay
+from .repeats import Pointers, Replay
 from .step_plan import advance_arrays, plan_advance
 from .varlen_plan import plan_varlen, varlen_arrays
 from .write_plan import plan_flash_write, plan_packed_write, write_arrays
@@ -49,7 +49,7 @@ def _write(problem: CacheWrite, plan: Callable[[CacheWrite], Launch]) -> Replay 
         converted = replace(problem, slot_mapping=slots)
         launch = plan(converted)
     replay = LaunchReplay(launch, problem.key.framework, device)
-    replay([0 if array is None else array.pointer for array in write_arrays(converted)])
+    replay(_pointers(write_arrays(converted)))
     # Slots that had to be converted are new memory at every call.
     return replay if slots is problem.slot_mapping else None
 
@@ -111,7 +111,7 @@ def _read(
         converted = replace(problem, **indices_as)
         replay = ReadReplay(plan(converted, _num_sms(device)), converted)
     arrays = [*arrays_of(converted), converted.workspace]
-    replay([0 if array is None else array.pointer for array in arrays])
+    replay(_pointers(arrays))
     # Indices that had to be converted are new memory at every call.
     return replay if all(indices_as[field] is array for field, array in given.items()) else None
 
@@ -145,7 +145,7 @@ def gather_cache(problem: GatherCache) -> Replay | None:
         indices_as = {name: array and as_dtype(INT32, array, name, stream) for name, array in given.items()}
         converted = replace(problem, **indices_as)
         replay = PairReplay(plan_gather(converted), like, problem.key_out, problem.value_out)
-    replay([0 if array is None else array.pointer for array in gather_arrays(converted)])
+    replay(_pointers(gather_arrays(converted)))
     # Indices that had to be converted are new memory at every call.
     return replay if all(indices_as[name] is array for name, array in given.items()) else None
 
@@ -173,8 +173,12 @@ def advance_decode(problem: AdvanceDecode) -> Replay:
             held = {"block_table": problem.block_table, "seq_lens": problem.seq_lens}
             indices.check_advance(problem, *(on_host(array, name, stream) for name, array in held.items()))
         replay = LaunchReplay(plan_advance(problem), framework, device)
-    replay([0 if array is None else array.pointer for array in advance_arrays(problem)])
+    replay(_pointers(advance_arrays(problem)))
     return replay
+
+
+def _pointers(arrays: Iterable[ArrayView | None]) -> Pointers:
+    return [0 if array is None else array.pointer for array in arrays]
 
 
 @cache

@@ -13,6 +13,7 @@ UINT32 = np.dtype(np.uint32)
 UINT64 = np.dtype(np.uint64)
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
+LARGEST_INT32 = 2**31 - 1
 
 FLOATS = (FLOAT16, BFLOAT16, FLOAT32)
 FP8 = (E4M3, E5M2)

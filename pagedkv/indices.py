@@ -16,10 +16,15 @@ def check_slots(problem: CacheWrite, slots: np.ndarray) -> None:
     num_slots = problem.cache.shape.num_slots
     if slots.size and slots.max() >= num_slots:
         raise IndexError(wrong("slot_mapping", f"slots below {num_slots}", int(slots.max())))
-    live = np.sort(slots[slots >= 0])
-    repeated = live[1:][live[1:] == live[:-1]]
+    repeated = _repeated(slots[slots >= 0])
     if repeated.size:
         raise ValueError(wrong("slot_mapping", "each slot at most once", f"slot {int(repeated[0])} twice"))
+
+
+def _repeated(numbers: np.ndarray) -> np.ndarray:
+    """Those that come more than once, in ascending order."""
+    numbers = np.sort(numbers)
+    return numbers[1:][numbers[1:] == numbers[:-1]]
 
 
 def check_scales(cache: PagedCache, read: Callable[[ArrayView], np.ndarray]) -> None:
@@ -50,18 +55,22 @@ def check_lengths(problem: Attention, seq_lens: np.ndarray) -> None:
 
 def check_starts(problem: Attention, starts: np.ndarray) -> None:
     """ValueError unless the starts rise from 0 to at most the rows of the query, no step beyond the hint."""
-    name, num_tokens = "cu_seqlens_q", problem.query.shape[0]
-    if starts[0] != 0 or (starts[1:] < starts[:-1]).any():  # no differences, which might wrap
-        raise ValueError(wrong(name, "starts that rise from 0", starts.tolist() if starts.size < 9 else "others"))
-    counts = np.diff(starts.astype(np.int64))
-    if starts[-1] > num_tokens:
-        raise ValueError(wrong(name, f"at most {num_tokens}, the rows of q", int(starts[-1])))
+    counts = _counts_of(starts, "cu_seqlens_q", problem.query.shape[0], "the rows of q")
     if problem.max_query_len is not None and counts.size and counts.max() > problem.max_query_len:
         raise ValueError(
             wrong(
                 "max_seqlen_q", f"at least the most queries of a sequence, {int(counts.max())}", problem.max_query_len
             )
         )
+
+
+def _counts_of(starts: np.ndarray, name: str, most: int | None, what: str) -> np.ndarray:
+    """From one start to the next, int64. ValueError unless they rise from 0, to at most ``most``."""
+    if starts[0] != 0 or (starts[1:] < starts[:-1]).any():  # no differences, which might wrap
+        raise ValueError(wrong(name, "starts that rise from 0", starts.tolist() if starts.size < 9 else "others"))
+    if most is not None and starts[-1] > most:
+        raise ValueError(wrong(name, f"at most {most}, {what}", int(starts[-1])))
+    return np.diff(starts.astype(np.int64))
 
 
 def check_block_ids(problem: Attention, block_ids: np.ndarray) -> None:
@@ -104,12 +113,7 @@ def check_attention(
 
 def check_row_starts(row_starts: np.ndarray, num_rows: int | None = None) -> np.ndarray:
     """How many rows each sequence has, int64. ValueError unless the starts rise from 0, to at most ``num_rows``."""
-    if row_starts[0] != 0 or (row_starts[1:] < row_starts[:-1]).any():  # no differences, which might wrap
-        given = row_starts.tolist() if row_starts.size < 9 else "others"
-        raise ValueError(wrong("cu_seq_lens", "starts that rise from 0", given))
-    if num_rows is not None and row_starts[-1] > num_rows:
-        raise ValueError(wrong("cu_seq_lens", f"at most {num_rows}, the rows of the output", int(row_starts[-1])))
-    return np.diff(row_starts.astype(np.int64))
+    return _counts_of(row_starts, "cu_seq_lens", num_rows, "the rows of the output")
 
 
 def check_gather(
@@ -160,7 +164,6 @@ def check_pairs(move: BlockMove, pairs: np.ndarray) -> None:
         if lowest < 0 or highest >= num_blocks:
             wrong_one = lowest if lowest < 0 else highest
             raise IndexError(wrong("mapping", f"{what} from 0 to {num_blocks - 1}", wrong_one))
-    targets = np.sort(pairs[:, 1])
-    repeated = targets[1:][targets[1:] == targets[:-1]]
+    repeated = _repeated(pairs[:, 1])
     if repeated.size:
         raise ValueError(wrong("mapping", "each destination at most once", f"block {int(repeated[0])} twice"))

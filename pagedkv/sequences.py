@@ -189,9 +189,8 @@ class Sequences:
         return self._prefixes[seq]
 
     def _check_room(self, name: str, num_tokens: int) -> None:
-        most = self.table.max_blocks * self.block_size
-        if num_tokens > most:
-            raise ValueError(wrong(name, f"at most {most} tokens in a sequence", num_tokens))
+        if num_tokens > self.table.capacity:
+            raise ValueError(wrong(name, f"at most {self.table.capacity} tokens in a sequence", num_tokens))
 
     def _check_written(self, seqs: np.ndarray) -> None:
         is_open = self._is_open[seqs]
@@ -225,9 +224,7 @@ class Sequences:
 
     def _make_known(self, batch: Batch) -> None:
         """Blocks that this batch filled hold a known prefix from now on."""
-        host = batch.host
-        ends = host.seq_lens[: host.num_seqs].astype(INT64)
-        starts = ends - np.diff(host.query_start_loc[: host.num_seqs + 1])
+        starts, ends = self._written_lens[batch.seqs], self.table.seq_lens[batch.seqs]
         filled = np.flatnonzero(ends // self.block_size > starts // self.block_size)
         for i in filled.tolist():
             seq, state = int(batch.seqs[i]), batch._states[i]

@@ -1,16 +1,15 @@
 """What the kernels of one step have to know of its sequences: slots, starts of queries, lengths, block table."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from .blocks import read_only
 from .checks import check_count, integer_row, wrong
-from .dtypes import INT32
+from .dtypes import INT32, LARGEST_INT32
 
 NO_SLOT = -1  # of padding: writes nothing
-LARGEST = 2**31 - 1  # that int32 holds
-NO_COPIES = np.empty((0, 2), INT32)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +37,7 @@ class Step:
     max_seq_len: int
     num_tokens: int
     num_seqs: int
-    copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    copies: np.ndarray
 
 
 def lay_out(
@@ -75,9 +74,7 @@ def lay_out(
 
 
 def _rows_of(table: np.ndarray, index: slice | np.ndarray, width: int) -> np.ndarray:
-    rows = table[index, :width]
-    rows.flags.writeable = False  # of the table itself, if they adjoin
-    return rows
+    return read_only(table[index, :width])  # of the table itself, if they adjoin
 
 
 def _padded(step: Step, pad_seqs: int | None, pad_tokens: int | None) -> Step:
@@ -122,7 +119,7 @@ def block_table_to_csr(
     table, lens, block_size = _table(block_table), integer_row(seq_lens, "seq_lens"), _block_size(block_size)
     if lens.shape != table.shape[:1]:
         raise ValueError(wrong("seq_lens", f"one length for each row of a table of shape {table.shape}", lens.shape))
-    capacity = min(table.shape[1] * block_size, LARGEST)
+    capacity = min(table.shape[1] * block_size, LARGEST_INT32)
     if lens.size and (lens.min() < 0 or lens.max() > capacity):
         raise ValueError(wrong("seq_lens", f"lengths from 0 to {capacity}", f"{lens.min()} to {lens.max()}"))
     counts = -(-lens // block_size)
@@ -143,12 +140,12 @@ def _table(block_table: Any) -> np.ndarray:
 
 
 def _block_size(block_size: int) -> int:
-    return check_count(block_size, "block_size", minimum=1, none=0, maximum=LARGEST)
+    return check_count(block_size, "block_size", minimum=1, none=0, maximum=LARGEST_INT32)
 
 
 def _narrow(block_ids: np.ndarray, name: str) -> np.ndarray:
-    if block_ids.size and (block_ids.min() < 0 or block_ids.max() > LARGEST):
-        raise ValueError(wrong(name, f"used ids from 0 to {LARGEST}", f"{block_ids.min()} to {block_ids.max()}"))
+    if block_ids.size and (block_ids.min() < 0 or block_ids.max() > LARGEST_INT32):
+        raise ValueError(wrong(name, f"used ids from 0 to {LARGEST_INT32}", f"{block_ids.min()} to {block_ids.max()}"))
     return block_ids.astype(INT32)
 
 
@@ -186,6 +183,6 @@ def csr_to_block_table(
     table = np.full((counts.size, width), -1, INT32)
     table[np.arange(width) < counts[:, None]] = _narrow(ids[: starts[-1]], "indices")
     lens = np.where(counts > 0, (counts - 1) * block_size + last, 0)
-    if lens.max(initial=0) > LARGEST:
-        raise ValueError(wrong("indptr", f"at most {LARGEST} tokens in a sequence", int(lens.max())))
+    if lens.max(initial=0) > LARGEST_INT32:
+        raise ValueError(wrong("indptr", f"at most {LARGEST_INT32} tokens in a sequence", int(lens.max())))
     return table, lens.astype(INT32)

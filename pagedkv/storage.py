@@ -100,12 +100,7 @@ def to_device(arrays: list[np.ndarray], device: int) -> list[Any]:
 
 def scale_on(scale: Any, device: int) -> Any:
     """A scale as the ops on this device take it: numbers and device arrays as they are, host arrays moved."""
-    if (
-        device == HOST
-        or scale is None
-        or isinstance(scale, int | float | np.number)
-        or not isinstance(scale, np.ndarray)
-    ):
+    if device == HOST or not isinstance(scale, np.ndarray):
         return scale
     cupy = import_module("cupy")
     with cupy.cuda.Device(device):

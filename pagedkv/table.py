@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from .blocks import BlockPool
+from .blocks import BlockPool, read_only
 from .checks import check_count, check_size, integer_row, wrong
-from .dtypes import INT32, INT64
-from .step import NO_COPIES, Step, block_table_to_csr, lay_out
+from .dtypes import INT32, INT64, LARGEST_INT32
+from .step import Step, block_table_to_csr, lay_out
 
 NO_BLOCK = -1
 NONE = np.empty(0, INT64)
-LARGEST_LENGTH = 2**31 - 1  # that int32 holds
+NO_COPIES = np.empty((0, 2), INT32)
 
 Index = slice | np.ndarray  # of rows
 
@@ -38,8 +38,8 @@ class BlockTable:
         self.max_seqs = check_size(max_seqs, "max_seqs", minimum=1)
         self.max_blocks = check_size(max_blocks, "max_blocks", minimum=1)
         self.block_size = check_size(block_size, "block_size", minimum=1)
-        if self.max_blocks * self.block_size > LARGEST_LENGTH:
-            longest = f"rows of at most {LARGEST_LENGTH} tokens"
+        if self.capacity > LARGEST_INT32:
+            longest = f"rows of at most {LARGEST_INT32} tokens"
             raise ValueError(wrong("max_blocks", longest, f"{self.max_blocks} blocks of {self.block_size}"))
         if not isinstance(pool, BlockPool):
             raise TypeError(wrong("pool", "a BlockPool", type(pool).__name__))
@@ -59,17 +59,22 @@ class BlockTable:
     @property
     def block_table(self) -> np.ndarray:
         """All rows, int32 ``[max_seqs, max_blocks]``, not to be written."""
-        return _read_only(self._table)
+        return read_only(self._table)
 
     @property
     def seq_lens(self) -> np.ndarray:
         """Tokens of each row, int64 ``[max_seqs]``, 0 without a sequence; not to be written."""
-        return _read_only(self._seq_lens)
+        return read_only(self._seq_lens)
 
     @property
     def rows(self) -> np.ndarray:
         """The rows that hold a sequence."""
         return np.flatnonzero(self._is_live)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row holds."""
+        return self.max_blocks * self.block_size
 
     @property
     def num_free_rows(self) -> int:
@@ -94,15 +99,11 @@ class BlockTable:
 
         The row becomes one more owner of each: they need not be touched before.
         """
-        if not self._free_rows:
-            raise ValueError(wrong("max_seqs", f"a free row of {self.max_seqs}", "none"))
+        self._check_free_row()
         block_ids = self.pool.check_ids(prefix)
         if block_ids.size > self.max_blocks:
             raise ValueError(wrong("prefix", f"at most {self.max_blocks} blocks", block_ids.size))
-        self.pool.touch(block_ids)
-        row = heapq.heappop(self._free_rows)
-        self._is_live[row] = True
-        self._set_blocks(row, block_ids)
+        row = self._start_row(block_ids)
         self._seq_lens[row] = block_ids.size * self.block_size
         return row
 
@@ -110,13 +111,8 @@ class BlockTable:
         """A new sequence with the tokens of another one, in the same blocks. Who first writes into a block that is
         shared gets a copy of it (see ``append``)."""
         row = self.check_row(row)
-        if not self._free_rows:
-            raise ValueError(wrong("max_seqs", f"a free row of {self.max_seqs}", "none"))
-        block_ids = self._table[row, : self._blocks_for(self._seq_lens[row])]  # not what is only reserved
-        self.pool.touch(block_ids[block_ids != NO_BLOCK])
-        other = heapq.heappop(self._free_rows)
-        self._is_live[other] = True
-        self._set_blocks(other, block_ids)
+        self._check_free_row()
+        other = self._start_row(self._table[row, : self._blocks_for(self._seq_lens[row])])  # not what is only reserved
         for of_rows in (self._seq_lens, self._num_dropped, self._least_lens):
             of_rows[other] = of_rows[row]
         return other
@@ -268,9 +264,7 @@ class BlockTable:
 
     def _missing(self, ends: np.ndarray, index: Index) -> np.ndarray:
         """Blocks that rows lack for their first ``ends`` tokens."""
-        longest, capacity = int(ends.max(initial=0)), self.max_blocks * self.block_size
-        if longest > capacity:
-            raise ValueError(wrong("num_new", f"at most {capacity} tokens, what a row holds", longest))
+        self._check_room(int(ends.max(initial=0)))
         return np.maximum((ends + (self.block_size - 1)) // self.block_size - self._num_blocks[index], 0)
 
     def _writes_into_shared(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -303,9 +297,14 @@ class BlockTable:
             self._table[np.repeat(rows, missing), columns] = block_ids
         self._num_blocks[rows] = have + missing
 
-    def _set_blocks(self, row: int, block_ids: np.ndarray) -> None:
+    def _start_row(self, block_ids: np.ndarray) -> int:
+        """A free row with these blocks, of which it becomes one more owner."""
+        self.pool.touch(block_ids[block_ids != NO_BLOCK])
+        row = heapq.heappop(self._free_rows)
+        self._is_live[row] = True
         self._table[row, : block_ids.size] = block_ids
         self._num_blocks[row] = block_ids.size
+        return row
 
     def _clear(self, rows: np.ndarray) -> None:
         self._table[rows, : int(self._num_blocks[rows].max(initial=0))] = NO_BLOCK
@@ -325,6 +324,14 @@ class BlockTable:
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
+    def _check_free_row(self) -> None:
+        if not self._free_rows:
+            raise ValueError(wrong("max_seqs", f"a free row of {self.max_seqs}", "none"))
+
+    def _check_room(self, num_tokens: int) -> None:
+        if num_tokens > self.capacity:
+            raise ValueError(wrong("num_new", f"at most {self.capacity} tokens, what a row holds", num_tokens))
+
     def _asked(self, rows: Any, num_new: Any) -> tuple[np.ndarray, Index, np.ndarray]:
         rows, index = self._located(rows)
         return rows, index, self.check_counts(num_new, rows)
@@ -336,9 +343,7 @@ class BlockTable:
             raise ValueError(wrong("num_new", f"one number, or one for each of {rows.size} rows", counts.size))
         if counts.min(initial=0) < 0:
             raise ValueError(wrong("num_new", "at least 0", int(counts.min())))
-        capacity = self.max_blocks * self.block_size
-        if counts.max(initial=0) > capacity:  # also what would not fit into int64
-            raise ValueError(wrong("num_new", f"at most {capacity} tokens, what a row holds", int(counts.max())))
+        self._check_room(int(counts.max(initial=0)))  # before a sum with it could leave int64
         return np.full(rows.size, counts, INT64)
 
     def check_row(self, row: int, name: str = "row") -> int:
@@ -373,9 +378,3 @@ class BlockTable:
         is_last = self._marks[rows] == numbers
         if not is_last.all():
             raise ValueError(wrong(name, "each once", f"{rows[~is_last][0]} twice"))
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    shared = array.view()
-    shared.flags.writeable = False
-    return shared
